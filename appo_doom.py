@@ -1,0 +1,1728 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "numpy==2.4.6",
+#     "gymnasium==1.4.0",
+#     "tyro==1.0.17",
+#     "tensorboard==2.21.0",
+#     "tqdm==4.70.1",
+#     "vizdoom==1.3.2",
+#     "envpool-assets==0.3.0",
+#     "imageio[ffmpeg]==2.38.1",
+# ]
+# ///
+"""Asynchronous PPO with V-trace on ViZDoom: the whole pipeline of Sample Factory / IMPALA in one file.
+
+    python appo_doom.py --env-id battle --num-workers 20
+
+     actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
+     +-------------------------------+  request: group g  +------------------------------------------+
+     | step the envs of split s      | -----------------> | inference thread                         |
+     | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
+     | the mailbox rows of group g   | <----------------- |   into the rollouts, forward, sample,    |
+     | (meanwhile split 1-s waits    |  reply: 1 byte     |   write actions into the mailbox         |
+     |  for its actions)             |                    +------------------------------------------+
+     +-------------------------------+                       | full slots                ^ free slots
+                                                          +------------------------------------------+
+                                                          | learner (main thread)                    |
+                                                          |   take B slots, V-trace, PPO step,       |
+                                                          |   publish weights as version v+1         |
+                                                          +------------------------------------------+
+     slot:  FREE -> FILLING (one row) -> FULL -> LEARNING -> FREE        exactly one owner at any time
+
+Words: a *row* is one environment's endless stream of experience; a *group* is the rows of one split of one worker, which ask
+for actions together; a *slot* is room for one rollout (T steps of one row); a *batch* is B rollouts; a *step* is one decision
+of the agent and a *frame* one tick of the game (frames = steps x frameskip); the *version* counts optimiser steps, and the
+*lag* of a sample is the learner's version minus the version that chose its action.
+
+Time, the one rule that everything follows from. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP):
+the step that ends an episode returns its last observation, the action chosen there is ignored, and the next observation is
+the first of the next episode. So two flags say all there is to know:
+
+    first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before it is read
+    terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
+
+and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was restarted) cuts
+the V-trace trace and is left out of every loss, mean and counter. A time limit needs no flag of its own: its last step
+bootstraps from the value of the true last observation.
+"""
+
+import contextlib
+import copy
+import ctypes
+import difflib
+import faulthandler
+import importlib.util
+import json
+import multiprocessing.connection
+import os
+import queue
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+import vizdoom
+from tqdm import tqdm
+
+
+# ======================================================================================================================
+# Args
+# ======================================================================================================================
+
+
+@dataclass
+class Args:
+    # --- run
+    env_id: str = "basic"
+    """the environment, one of SCENARIOS below"""
+    cfg_path: str | None = None
+    """a ViZDoom scenario .cfg of your own, trained on instead of `env_id`"""
+    frameskip: int = 4
+    """game tics (frames) per step of the agent"""
+    exp_name: str = "appo_doom"
+    """the first part of the name of a new experiment"""
+    seed: int = 1
+    """seed of the network, of the action sampling and of the games"""
+    total_timesteps: int = 1_000_000
+    """stop after this many steps of the agent (frames / frameskip), all sessions of the experiment together"""
+    train_for_seconds: float | None = None
+    """stop after this many seconds of this session"""
+    device: str = "auto"
+    """cpu, cuda or cuda:1; auto takes cuda where there is one"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the encoder; auto is bfloat16 on CUDA and on CPUs with AVX512-BF16 or AMX"""
+    experiment: str | None = None
+    """name of the run's folder below train_dir; an existing one is resumed. Default: a fresh name"""
+    train_dir: str = "train_dir"
+    """where experiments are kept"""
+    restart_behavior: Literal["resume", "restart", "overwrite"] = "resume"
+    """what happens when `experiment` exists: go on with it, put it aside under another name, or delete it"""
+    save_every_sec: float = 120.0
+    """seconds between checkpoints"""
+    keep_checkpoints: int = 2
+    """how many of the latest checkpoints are kept"""
+    save_milestones_sec: float | None = None
+    """seconds between checkpoints that are kept for good"""
+    evaluate: bool = False
+    """play with a checkpoint of `experiment` instead of training"""
+    eval_episodes: int = 100
+    """number of episodes to play"""
+    eval_deterministic: bool = False
+    """play the likeliest action instead of a sampled one"""
+    load_checkpoint_kind: Literal["latest", "best"] = "latest"
+    """which checkpoint to play with"""
+    save_video: bool = False
+    """write the first evaluation episodes to <experiment>/video.mp4"""
+
+    # --- sampling
+    num_workers: int | None = None
+    """actor processes. Default: the cores this process may use. 0: step the games in this process (debugging; implies sync)"""
+    num_envs_per_worker: int = 16
+    """games per worker"""
+    worker_num_splits: int = 2
+    """parts that a worker's games are stepped in: while one waits for actions the next one is stepped"""
+    set_workers_cpu_affinity: bool = True
+    """pin each worker and its games to one core"""
+    sync: bool = False
+    """collection waits for learning, so that the first minibatch of an iteration has lag 0: the baseline"""
+    actor_timeout: float = 120.0
+    """seconds without progress after which a worker counts as hung and is replaced"""
+    inference_threads: int | None = None
+    """CPU threads of the inference thread's network. Default: by the number of cores"""
+    learner_threads: int | None = None
+    """CPU threads of the learner. Default: by the number of cores"""
+
+    # --- algorithm
+    rollout: int = 32
+    """steps per rollout (T)"""
+    batch_size: int | None = None
+    """samples per optimiser step, a multiple of rollout. Default: the power of two near rows * rollout / 2, 1024 to 8192"""
+    num_batches_per_iteration: int = 1
+    """batches gathered before learning starts; with num_epochs > 1 all of them are reused"""
+    num_epochs: int = 1
+    """passes over the batches of an iteration"""
+    max_batches_ahead: int = 1
+    """batches that may be collected ahead of the learner; more hides jitter and adds lag"""
+    max_policy_lag: int = 100
+    """samples chosen by a policy at least this many versions old are left out of the losses"""
+    learning_rate: float = 1e-4
+    """of Adam"""
+    anneal_lr: bool = False
+    """learning rate falls linearly to 0 at total_timesteps"""
+    gamma: float = 0.99
+    """discount per step"""
+    vtrace_rho: float = 1.0
+    """V-trace's clip of the importance weight of a temporal difference (rho bar)"""
+    vtrace_c: float = 1.0
+    """V-trace's clip of the trace (c bar)"""
+    vtrace_lambda: float = 0.95
+    """decay of the trace, as in GAE; 1 is the V-trace of the paper"""
+    clip_coef: float = 0.1
+    """PPO: the ratio is clipped to [1/(1+e), 1+e]"""
+    ppo_clip_value: float = 0.2
+    """PPO: the value may move this far from the one at acting time"""
+    vf_coef: float = 0.5
+    """coefficient of the value loss"""
+    exploration_loss: Literal["entropy", "symmetric_kl"] = "symmetric_kl"
+    """reward for entropy, or penalty for the symmetric KL divergence from the uniform policy"""
+    ent_coef: float = 0.001
+    """coefficient of the exploration loss"""
+    max_grad_norm: float = 4.0
+    """gradients are scaled down to this norm; 0 turns it off"""
+    reward_scale: float = 1.0
+    """rewards are multiplied by this (on top of the environment's own scale)"""
+    reward_clip: float = 10.0
+    """then clipped to +- this"""
+    normalize_input: bool = True
+    """normalise every pixel and measurement by its running mean and variance; off: pixels / 255"""
+    rnn_type: Literal["gru", "lstm", "none"] = "gru"
+    """the recurrent core"""
+    hidden_size: int = 512
+    """units of the encoder's last layer and of the recurrent core"""
+
+
+class UserError(Exception):
+    """Something the user can mend; printed as one line, without a traceback."""
+
+
+def cores() -> list[int]:
+    """The cores that this process may use: its affinity mask, cut to the container's CPU quota (cgroup v2)."""
+    allowed = sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        allowed = allowed[: max(1, int(quota) // int(period))]
+    return allowed
+
+
+def resolve(args: Args) -> Args:
+    """Returns a copy of `args` with every None and "auto" replaced by the value that this machine gives. Raises UserError."""
+    args = copy.copy(args)
+    # fmt: off
+    ranges = dict(
+        frameskip=(1, 100), total_timesteps=(1, None), train_for_seconds=(0, None), save_every_sec=(0, None), keep_checkpoints=(1, None),
+        eval_episodes=(1, None), num_workers=(0, None), num_envs_per_worker=(1, None), worker_num_splits=(1, None), actor_timeout=(1, None),
+        inference_threads=(1, None), learner_threads=(1, None), rollout=(1, None), batch_size=(1, None), num_batches_per_iteration=(1, None),
+        num_epochs=(1, None), max_batches_ahead=(1, None), max_policy_lag=(1, None), learning_rate=(0, None), gamma=(0, 1), vtrace_rho=(0, None),
+        vtrace_c=(0, None), vtrace_lambda=(0, 1), clip_coef=(0, None), ppo_clip_value=(0, None), vf_coef=(0, None), ent_coef=(0, None),
+        max_grad_norm=(0, None), reward_clip=(0, None), hidden_size=(1, None), seed=(0, 2**31 - 1), save_milestones_sec=(0, None),
+    )
+    # fmt: on
+    for name, (low, high) in ranges.items():
+        value = getattr(args, name)
+        if value is not None and not (low <= value and (high is None or value <= high)):
+            raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {low}" + (f", at most {high}" if high else ""))
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(args.device)
+    except RuntimeError:
+        raise UserError(f"--device {args.device} is no device; cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
+    if args.precision == "auto":
+        capable = "avx512_bf16" in Path("/proc/cpuinfo").read_text() or "amx_bf16" in Path("/proc/cpuinfo").read_text()
+        args.precision = "bfloat16" if device.type == "cuda" or capable else "float32"
+    n = len(cores())
+    if args.num_workers is None:
+        args.num_workers = n
+    if args.num_workers == 0:
+        args.sync = True
+    if device.type == "cpu":  # learning costs about three times inference; where the two never run together each may use everything
+        args.learner_threads = args.learner_threads or (n if args.sync else max(1, n // 2))
+        args.inference_threads = args.inference_threads or (n if args.sync else max(1, n // 4))
+    else:
+        args.learner_threads = args.inference_threads = 1
+    if args.num_envs_per_worker % args.worker_num_splits:
+        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by --worker-num-splits {args.worker_num_splits}")
+    rows = max(1, args.num_workers) * args.num_envs_per_worker
+    if args.batch_size is None:
+        if args.sync:  # one rollout of every row
+            args.batch_size = rows * args.rollout // args.num_batches_per_iteration
+        else:
+            args.batch_size = min(8192, max(1024, 2 ** round(np.log2(rows * args.rollout / 2)))) // args.rollout * args.rollout
+    if args.batch_size < args.rollout or args.batch_size % args.rollout:
+        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
+    iteration = args.batch_size * args.num_batches_per_iteration
+    if args.sync and iteration % (rows * args.rollout):
+        raise UserError(f"--sync needs whole rollouts of every row: batch size x batches per iteration = {iteration} is not a multiple "
+                        f"of {rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
+    return args
+
+
+# ======================================================================================================================
+# Environment
+# ======================================================================================================================
+
+SCREEN = (120, 160, 3)  # what the engine renders: height, width, RGB. Sample Factory's 160x120
+IMAGE = (72, 128, 3)  # what the agent sees, nearest neighbour: 3 of every 5 rows, 4 of every 5 columns
+# Read from every game. USER2 is the number of kills in battle and battle2.
+VARIABLES = ("SELECTED_WEAPON", "SELECTED_WEAPON_AMMO", "HEALTH", "USER2")
+
+
+class Scenario(NamedTuple):
+    """One of Sample Factory's Doom environments (its doom_utils.py and scenario files). Times are in tics, 35 a second."""
+
+    wad: str
+    buttons: str  # in the engine's order
+    heads: tuple[int, ...]  # a head of size n is a no-op and n-1 consecutive buttons, or n values of one *_DELTA button
+    time_limit: float = 2100
+    reward_scale: float = 1.0
+    living_reward: float = 0.0  # per tic
+    death_penalty: float = 0.0
+    skill: int = 3
+    start_tic: int = 1
+    hud: bool = True
+    crosshair: bool = False
+    weapon: bool = True
+    measurements: bool = False  # 23 numbers beside the image
+    shaping: str = ""  # what is added to the engine's reward: "", "gathering" or "battle"
+
+
+TURN, WALK = "TURN_LEFT TURN_RIGHT", "MOVE_FORWARD MOVE_BACKWARD"
+BATTLE = dict(buttons=f"{WALK} MOVE_RIGHT MOVE_LEFT ATTACK SPEED TURN_LEFT_RIGHT_DELTA", heads=(3, 3, 2, 2, 11), skill=2, crosshair=True)
+GATHER = dict(buttons=f"{TURN} {WALK}", heads=(5,), living_reward=0.01, hud=False, weapon=False, shaping="gathering")
+DEFEND = dict(buttons=f"{TURN} ATTACK", heads=(3, 2), death_penalty=1.0, start_tic=10)
+SCENARIOS = {
+    "basic": Scenario("basic.wad", "MOVE_LEFT MOVE_RIGHT ATTACK", (4,), 300, 0.01, living_reward=-1.0, skill=5, start_tic=14),
+    "my_way_home": Scenario("my_way_home.wad", f"{TURN} {WALK}", (3, 3), living_reward=-1e-4, skill=5, start_tic=10, hud=False),
+    "deadly_corridor": Scenario("deadly_corridor.wad", f"{TURN} {WALK} MOVE_LEFT MOVE_RIGHT ATTACK", (3, 3, 3, 2),
+                                reward_scale=0.01, death_penalty=100.0, skill=5),
+    "defend_the_center": Scenario("defend_the_center.wad", **DEFEND),
+    "defend_the_line": Scenario("defend_the_line.wad", time_limit=float("inf"), **DEFEND),
+    "health_gathering": Scenario("health_gathering.wad", **GATHER),
+    "health_gathering_supreme": Scenario("health_gathering_supreme.wad", **GATHER),  # vizdoom's map is not the paper's
+    "battle": Scenario("D3_battle.wad", measurements=True, shaping="battle", **BATTLE),
+    "battle2": Scenario("D4_battle2.wad", measurements=True, shaping="battle", **BATTLE),
+    "benchmark": Scenario("D3_battle.wad", f"{WALK} MOVE_RIGHT MOVE_LEFT TURN_RIGHT TURN_LEFT ATTACK SPEED", (9,), skill=2, crosshair=True),
+}  # fmt: skip
+
+
+def find_wad(name: str) -> str:
+    """Path of a scenario file of the installed `vizdoom` or `envpool-assets` package. Raises UserError."""
+    folders = [Path(vizdoom.scenarios_path)]
+    if spec := importlib.util.find_spec("envpool_assets"):
+        folders.append(Path(spec.origin).parent / "vizdoom" / "maps")
+    for folder in folders:
+        if (folder / name).is_file():
+            return str(folder / name)
+    raise UserError(f"scenario file {name} not found; it comes with: pip install vizdoom envpool-assets")
+
+
+class DoomEnv(gym.Env):
+    """One single-player game. Observation: the image, uint8 [72, 128, 3], alone or with `measurements`, float32 [23], in a Dict.
+
+    `info["raw_reward"]` is the engine's own reward, before shaping and scale: what scores are reported in.
+    """
+
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, env_id: str, frameskip: int, cfg_path: str | None = None):
+        self.game, self.frameskip, self.running = vizdoom.DoomGame(), frameskip, False
+        self.setup_own(cfg_path) if cfg_path else self.setup(env_id)
+        self.game.set_episode_timeout(0)  # the engine has no state after its own time limit, so the limit is ours
+        self.game.set_screen_resolution(vizdoom.ScreenResolution.RES_160X120)
+        self.game.set_screen_format(vizdoom.ScreenFormat.RGB24)
+        self.game.set_mode(vizdoom.Mode.PLAYER)
+        self.game.set_window_visible(False)
+        self.game.set_doom_config_path(os.devnull)  # else every engine writes a _vizdoom.ini where it is started
+        self.game.set_available_game_variables([getattr(vizdoom.GameVariable, name) for name in VARIABLES])
+        # presses[h][a] is what value a of head h does to the buttons; the buttons of an action are the sum over the heads
+        self.presses, column, buttons = [], 0, self.game.get_available_buttons()
+        for n in self.scenario.heads:
+            press = np.zeros((n, len(buttons)))
+            if buttons[column].name.endswith("_DELTA"):
+                press[:, column] = np.linspace(-10, 10, n)  # degrees per tic, as in Sample Factory's battle
+                column += 1
+            else:
+                press[1:, column : column + n - 1] = np.eye(n - 1)
+                column += n - 1
+            self.presses.append(press)
+        image = gym.spaces.Box(0, 255, IMAGE, np.uint8)
+        vector = gym.spaces.Box(-np.inf, np.inf, (23,), np.float32)
+        self.observation_space = gym.spaces.Dict(obs=image, measurements=vector) if self.scenario.measurements else image
+        heads = self.scenario.heads
+        self.action_space = gym.spaces.MultiDiscrete(heads) if len(heads) > 1 else gym.spaces.Discrete(heads[0])
+        self.screen = np.zeros(SCREEN, np.uint8)
+        self.variables = np.zeros(len(VARIABLES))
+
+    def setup(self, env_id: str) -> None:
+        if env_id not in SCENARIOS:
+            near = difflib.get_close_matches(env_id, SCENARIOS, cutoff=0.3) or list(SCENARIOS)
+            raise UserError(f"unknown --env-id {env_id}; did you mean {' or '.join(near)}?")
+        game, s = self.game, SCENARIOS[env_id]
+        self.scenario = s
+        game.set_doom_scenario_path(find_wad(s.wad))
+        game.set_doom_map("map01")
+        game.set_doom_skill(s.skill)
+        game.set_available_buttons([getattr(vizdoom.Button, name) for name in s.buttons.split()])
+        game.set_living_reward(s.living_reward)
+        game.set_death_penalty(s.death_penalty)
+        game.set_episode_start_time(s.start_tic)
+        game.set_render_hud(s.hud)
+        game.set_render_crosshair(s.crosshair)
+        game.set_render_weapon(s.weapon)
+        game.set_render_decals(False)
+        game.set_render_particles(False)
+
+    def setup_own(self, cfg_path: str) -> None:
+        """A user's scenario: its buttons become one head (no-op or one of them), each delta button a head of 11 values."""
+        try:
+            self.game.load_config(cfg_path)
+        except Exception as error:
+            raise UserError(f"--cfg-path {cfg_path}: {error}") from None
+        buttons = sorted(self.game.get_available_buttons(), key=lambda button: button.name.endswith("_DELTA"))  # stable
+        self.game.set_available_buttons(buttons)
+        binary = sum(not button.name.endswith("_DELTA") for button in buttons)
+        heads = ((binary + 1,) if binary else ()) + (11,) * (len(buttons) - binary)
+        if not heads:
+            raise UserError(f"--cfg-path {cfg_path} names no available_buttons")
+        self.scenario = Scenario("", "", heads, time_limit=self.game.get_episode_timeout() or float("inf"))
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        if seed is not None:
+            self.game.set_seed(seed)
+        if self.running:
+            self.game.new_episode()
+        else:
+            with contextlib.chdir(tempfile.gettempdir()):  # an engine makes a folder _vizdoom where it is started
+                self.game.init()
+            self.running = True
+        self.tics, self.weapons = 0, deque(maxlen=5)
+        self.read_state()
+        return self.observation(), {}
+
+    def read_state(self) -> None:
+        state = self.game.get_state()
+        self.screen = state.screen_buffer
+        self.variables = state.game_variables.clip(min=0)
+
+    def observation(self):
+        """A fresh observation of the current screen."""
+        image = np.empty(IMAGE, np.uint8)
+        blocks, rows = image.reshape(24, 3, 32, 12), self.screen.reshape(24, 5, 32, 15)
+        for i, row in enumerate((0, 1, 3)):  # the rows and columns that nearest neighbour picks for 5 -> 3 and 5 -> 4
+            blocks[:, i] = rows[:, row, :, :12]
+        if not self.scenario.measurements:
+            return image
+        weapon, ammo, health, kills = self.variables
+        vector = np.zeros(23, np.float32)  # Sample Factory's layout; what single-player games lack stays 0
+        vector[[0, 1, 2, 4, 6]] = round(weapon), min(5.0, ammo / 15), health / 30, kills / 10, 1 / 5
+        return dict(obs=image, measurements=vector)
+
+    def step(self, action):
+        buttons = sum(press[a] for press, a in zip(self.presses, np.atleast_1d(action)))
+        raw_reward = self.game.make_action(buttons.tolist(), self.frameskip)
+        self.tics += self.frameskip
+        terminated = self.game.is_episode_finished()
+        bonus = 0.0
+        if terminated:
+            self.screen = np.zeros(SCREEN, np.uint8)  # the engine has no state any more; the rule above never uses this one
+        else:
+            before = self.variables
+            self.read_state()
+            bonus = self.bonus(before, self.variables)
+        reward = (raw_reward + bonus) * self.scenario.reward_scale
+        truncated = not terminated and self.tics >= self.scenario.time_limit
+        return self.observation(), reward, terminated, truncated, {"raw_reward": raw_reward}
+
+    def bonus(self, before: np.ndarray, now: np.ndarray) -> float:
+        """Reward shaping (Sample Factory's `REWARD_SHAPING_BATTLE` and gathering wrapper), as far as single-player games can fire it."""
+        healed = now[2] - before[2]
+        if self.scenario.shaping == "gathering":
+            return float(healed > 0)
+        if self.scenario.shaping != "battle":
+            return 0.0
+        bonus = healed * (0.005 if healed > 0 else 0.003)
+        weapon = int(now[0])
+        if now[1] > 0 and len(self.weapons) == 5 and all(held == weapon for held in self.weapons):
+            bonus += 0.0002 * (1, 1, 1, 5, 5, 5, 10, 10)[min(weapon, 7)]  # Sample Factory always reads weapon 7 here
+        self.weapons.append(weapon)
+        return bonus
+
+    def render(self) -> np.ndarray:
+        """The engine's screen, uint8 [120, 160, 3]."""
+        return self.screen
+
+    def close(self) -> None:
+        self.game.close()
+
+
+def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
+    """The environments of one split of a worker. Edit this function to train on something else.
+
+    What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image, alone or in a Dict with
+    one float vector, and take Discrete or MultiDiscrete actions. No game is started before `reset`.
+    """
+    one = lambda: DoomEnv(args.env_id, args.frameskip, args.cfg_path)  # noqa: E731
+    return gym.vector.SyncVectorEnv([one] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+
+
+class Spaces(NamedTuple):
+    """What the pipeline needs to know of the environments."""
+
+    image: tuple[int, ...]  # shape of the image: height, width, channels
+    vector: int  # length of the vector beside it, 0 for none
+    heads: tuple[int, ...]  # number of actions of each independent head
+
+
+def spaces_of(envs: gym.vector.VectorEnv) -> Spaces:
+    """Raises UserError for spaces that the pipeline does not support."""
+    observation, action = envs.single_observation_space, envs.single_action_space
+    parts = list(observation.values()) if isinstance(observation, gym.spaces.Dict) else [observation]
+    images = [part for part in parts if isinstance(part, gym.spaces.Box) and part.dtype == np.uint8 and len(part.shape) == 3]
+    vectors = [part for part in parts if isinstance(part, gym.spaces.Box) and part.dtype != np.uint8 and len(part.shape) == 1]
+    if len(images) != 1 or len(vectors) > 1 or len(parts) > len(images) + len(vectors):
+        raise UserError(f"unsupported observation space {observation}: one uint8 image, alone or in a Dict with one vector")
+    if isinstance(action, gym.spaces.Discrete):
+        heads = (int(action.n),)
+    elif isinstance(action, gym.spaces.MultiDiscrete) and action.nvec.ndim == 1:
+        heads = tuple(int(n) for n in action.nvec)
+    else:
+        raise UserError(f"unsupported action space {action}: Discrete or MultiDiscrete")
+    if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.NEXT_STEP:
+        raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {envs.metadata.get('autoreset_mode')}")
+    return Spaces(images[0].shape, vectors[0].shape[0] if vectors else 0, heads)
+
+
+def split_observation(observation) -> tuple[np.ndarray, np.ndarray | None]:
+    """(images [n, H, W, C], vectors [n, V] or None) of a vector environment's observation."""
+    if not isinstance(observation, dict):
+        return observation, None
+    parts = sorted(observation.values(), key=lambda part: -part.ndim)
+    return parts[0], parts[1] if len(parts) > 1 else None
+
+
+# ======================================================================================================================
+# Mailbox and rollouts
+# ======================================================================================================================
+
+STARTING, STEPPING, WAITING = 0, 1, 2  # an actor's phase
+
+
+class Mailbox:
+    """The only memory that actors share with the main process. Row r = worker * num_envs_per_worker + environment.
+
+    Between its request and its reply a group's rows belong to the inference thread, otherwise to its actor: no locks.
+    """
+
+    def __init__(self, spaces: Spaces, rows: int, workers: int):
+        def shared(*shape, dtype):
+            return torch.zeros(shape, dtype=dtype).share_memory_()
+
+        # field                  shape, dtype                                       written by   meaning
+        self.obs = shared(rows, *spaces.image, dtype=torch.uint8)  # ................ actor      the current observation
+        self.vector = shared(rows, spaces.vector, dtype=torch.float32)  # ........... actor      the vector beside it
+        self.reward = shared(rows, dtype=torch.float32)  # .......................... actor      of the action before it
+        self.terminated = shared(rows, dtype=torch.bool)  # ......................... actor      that action ended the episode for good
+        self.first = shared(rows, dtype=torch.bool)  # .............................. actor      obs is the first of an episode
+        self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # ......... inference  what to do next
+        # Of the row's last finished episode; read where `first` is set. episode_length is 0 where there was none.
+        self.episode_return = shared(rows, dtype=torch.float32)  # .................. actor      sum of raw rewards
+        self.episode_trained = shared(rows, dtype=torch.float32)  # ................. actor      sum of shaped and scaled rewards
+        self.episode_length = shared(rows, dtype=torch.int64)  # .................... actor      in steps
+        # Per worker, for supervision and statistics
+        self.progress = shared(workers, dtype=torch.int64)  # ....................... actor      requests so far
+        self.phase = shared(workers, dtype=torch.uint8)  # .......................... actor      STARTING, STEPPING or WAITING
+        self.stepped = shared(workers, dtype=torch.float64)  # ...................... actor      seconds spent stepping so far
+
+    def numpy(self) -> "SimpleMailbox":
+        """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
+        return SimpleMailbox(**{name: tensor.numpy() for name, tensor in vars(self).items()})
+
+    @staticmethod
+    def nbytes(spaces: Spaces, rows: int) -> int:
+        return rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64)
+
+
+class SimpleMailbox:
+    def __init__(self, **arrays: np.ndarray):
+        self.__dict__.update(arrays)
+
+
+class Rollouts:
+    """Private memory of the main process, [time, slot, ...]. Inference writes the slots that are FILLING, the learner reads FULL ones.
+
+    What inference computes on the device stays there; the few bytes a step that come from the actors are kept on the host, where
+    the learner finds resets and validity without asking the device. NaN marks what was never written.
+    """
+
+    def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
+        on = dict(device=device)
+        # field              shape, dtype                                                    [T+1]: with the bootstrap observation
+        self.obs = torch.zeros((T + 1, slots, *spaces.image), dtype=torch.uint8, **on)
+        self.vector = torch.zeros((T + 1, slots, spaces.vector), **on)
+        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, **on)
+        self.logprobs = torch.full((T, slots), torch.nan, **on)  # of the actions, by the policy that acted (mu)
+        self.values = torch.full((T, slots), torch.nan, **on)  # by the policy that acted, for value clipping only
+        self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0] was read
+        self.first = np.zeros((T + 1, slots), bool)
+        self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t], after scale and clip
+        self.terminated = np.zeros((T, slots), bool)
+        self.versions = np.zeros((T, slots), np.int64)  # that chose actions[t]
+
+    def nbytes(self) -> int:
+        return sum(field.nbytes for field in vars(self).values())
+
+
+# ======================================================================================================================
+# Agent
+# ======================================================================================================================
+
+
+class Normalizer(nn.Module):
+    """Running mean and variance of every element of an input, in float32; outputs are clipped to +-5 (as in Sample Factory 2)."""
+
+    def __init__(self, shape: tuple[int, ...], unit: float):
+        super().__init__()
+        self.unit = unit
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        # normalised = x * scale + shift: one multiply-add per element. Until the first update that is x / unit
+        self.register_buffer("scale", torch.full(shape, 1 / unit))
+        self.register_buffer("shift", torch.zeros(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape, device=x.device)
+        chunk = 16 if x.device.type == "cpu" else len(x)  # on a CPU in pieces that stay in the cache: 22 ms -> 14 ms for 1056 images
+        for part, to in zip(x.split(chunk), out.split(chunk)):
+            torch.addcmul(self.shift, to.copy_(part), self.scale, out=to).clamp_(-5, 5)
+        return out
+
+    @torch.no_grad()
+    def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
+        """x [N, *shape] with weights valid [N]; merges two sets of statistics (Chan, Golub and LeVeque 1979)."""
+        weight = valid.float()
+        n = weight.sum()
+        if n == 0:
+            return
+        x = x.float() / self.unit
+        flat = x.flatten(1)
+        mean = (weight @ flat / n).view_as(self.mean)
+        var = (weight @ (flat - mean.flatten()).square_() / n).view_as(self.var)
+        total = self.count + n
+        delta = mean - self.mean
+        self.var.copy_((self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total)
+        self.mean.add_(delta * (n / total))
+        self.count.copy_(total)
+        std = (self.var + 1e-5).sqrt()
+        self.scale.copy_(1 / (self.unit * std))
+        self.shift.copy_(-self.mean / std)
+
+
+def init_layer(layer: nn.Module) -> nn.Module:
+    """Orthogonal weights with gain 1, biases 0: Sample Factory's initialisation, of the heads too."""
+    nn.init.orthogonal_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Agent(nn.Module):
+    """The network of the Sample Factory paper (its appendix A.1): convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride) and a
+    layer of `hidden_size`, joined by two layers of 128 for the vector, then a recurrent core, then value and logits. ELU."""
+
+    def __init__(self, spaces: Spaces, args: Args):
+        super().__init__()
+        self.heads, self.rnn_type, self.bfloat16, self.normalize = spaces.heads, args.rnn_type, args.precision == "bfloat16", args.normalize_input
+        height, width, channels = spaces.image
+        self.image_norm = Normalizer(spaces.image, unit=255.0)
+        self.conv = nn.Sequential(
+            init_layer(nn.Conv2d(channels, 32, 8, 4)), nn.ELU(inplace=True),
+            init_layer(nn.Conv2d(32, 64, 4, 2)), nn.ELU(inplace=True),
+            init_layer(nn.Conv2d(64, 128, 3, 2)), nn.ELU(inplace=True),
+        )  # fmt: skip
+        with torch.no_grad():
+            conv_size = self.conv(torch.zeros(1, channels, height, width)).numel()
+        self.fc = init_layer(nn.Linear(conv_size, args.hidden_size))
+        core_input = args.hidden_size
+        if spaces.vector:
+            self.vector_norm = Normalizer((spaces.vector,), unit=1.0)
+            self.vector_fc = nn.Sequential(
+                init_layer(nn.Linear(spaces.vector, 128)), nn.ELU(inplace=True), init_layer(nn.Linear(128, 128)), nn.ELU(inplace=True)
+            )
+            core_input += 128
+        self.state_size = {"gru": 1, "lstm": 2, "none": 0}[args.rnn_type] * args.hidden_size
+        if args.rnn_type != "none":
+            self.core = (nn.GRU if args.rnn_type == "gru" else nn.LSTM)(core_input, args.hidden_size)
+        head_input = args.hidden_size if args.rnn_type != "none" else core_input
+        self.critic = init_layer(nn.Linear(head_input, 1))
+        self.actor = init_layer(nn.Linear(head_input, sum(spaces.heads)))
+        self.to(memory_format=torch.channels_last)  # images come as height, width, channel, which is channels-last already
+
+    def encode(self, obs: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """obs uint8 [N, H, W, C], vector float32 [N, V] -> float32 [N, features]"""
+        x = self.image_norm(obs).permute(0, 3, 1, 2)
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
+            # flatten in the order of memory (height, width, channel): a view instead of a copy
+            x = F.elu(self.fc(self.conv(x).permute(0, 2, 3, 1).flatten(1)), inplace=True)
+        x = x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
+        if vector.shape[-1]:
+            x = torch.cat([x, self.vector_fc(self.vector_norm(vector))], dim=-1)
+        return x
+
+    def forward(self, obs, vector, first, state, restarts):
+        """obs uint8 [T, B, H, W, C], vector float32 [T, B, V], first bool [T, B], state float32 [B, state_size] before obs[0];
+        restarts: the times, 0 among them, at which `first` is set somewhere. Returns logits [T, B, sum(heads)], values [T, B], state."""
+        T, B = first.shape
+        x = self.encode(obs.flatten(0, 1), vector.flatten(0, 1)).unflatten(0, (T, B))
+        if self.rnn_type != "none":
+            outputs = []
+            for start, end in zip(restarts, restarts[1:] + [T]):  # one call per stretch in which nothing restarts
+                state = state * ~first[start].unsqueeze(-1)
+                hidden = state.unsqueeze(0) if self.rnn_type == "gru" else tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
+                output, hidden = self.core(x[start:end], hidden)
+                state = (hidden if self.rnn_type == "gru" else torch.cat(hidden, -1)).squeeze(0)
+                outputs.append(output)
+            x = torch.cat(outputs)
+        return self.actor(x), self.critic(x).squeeze(-1), state
+
+    @torch.no_grad()
+    def update_normalizers(self, obs: torch.Tensor, vector: torch.Tensor, valid: torch.Tensor) -> None:
+        """obs [T, B, ...], vector [T, B, V], valid [T, B]"""
+        if self.normalize:
+            self.image_norm.update(obs[::4].flatten(0, 1), valid[::4].flatten())  # neighbours in time are nearly the same
+            if vector.shape[-1]:
+                self.vector_norm.update(vector.flatten(0, 1), valid.flatten())
+
+
+def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [N, sum(heads)] -> actions int64 [N, heads], their joint log-probability [N]."""
+    actions, logprob = [], 0.0
+    for head in logits.split(heads, dim=-1):
+        logp = head.log_softmax(-1)
+        # argmax p/e with e ~ Exp(1) is a draw from p, and unlike torch.multinomial never makes the host wait for the device
+        action = (logp if deterministic else logp.exp() / torch.empty_like(logp).exponential_()).argmax(-1, keepdim=True)
+        actions.append(action)
+        logprob = logprob + logp.gather(-1, action).squeeze(-1)
+    return torch.cat(actions, -1), logprob
+
+
+def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[int, ...]):
+    """logits [..., sum(heads)], actions [..., heads] -> joint log-probability, entropy and symmetric KL to the uniform policy,
+    [...] each, summed over the independent heads."""
+    logprob = entropy = symmetric_kl = 0.0
+    for h, head in enumerate(logits.split(heads, dim=-1)):
+        logp = head.log_softmax(-1)
+        head_entropy = -(logp.exp() * logp).sum(-1)
+        logprob = logprob + logp.gather(-1, actions[..., h : h + 1]).squeeze(-1)
+        entropy = entropy + head_entropy
+        # (KL(p|u) + KL(u|p)) / 2 with KL(p|u) = log n - H(p) and KL(u|p) = -log n - mean log p
+        symmetric_kl = symmetric_kl + 0.5 * (-head_entropy - logp.mean(-1))
+    return logprob, entropy, symmetric_kl
+
+
+# ======================================================================================================================
+# V-trace and the loss
+# ======================================================================================================================
+
+
+@torch.no_grad()
+def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: float, lam: float):
+    """V-trace targets and advantages (Espeholt et al. 2018, IMPALA, section 4.1; lambda: their remark 2).
+
+    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where the episode ended) float32 [T, B], valid bool [T, B] (False cuts the
+    trace: vs = V there), values float32 [T+1, B] by the current network. Returns vs [T+1, B] (vs[T] = V[T]) and advantages [T, B].
+
+        vs[t] = V[t] + rho[t] (r[t] + discount[t] V[t+1] - V[t]) + discount[t] c[t] (vs[t+1] - V[t+1])
+        A[t]  = r[t] + discount[t] (lam vs[t+1] + (1 - lam) V[t+1]) - V[t]
+
+    The advantage carries no rho: the PPO surrogate multiplies by the ratio itself. On-policy it is GAE(lam); with lam = 1 it is
+    IMPALA's advantage.
+    """
+    rho = ratios.clamp(max=rho_bar) * valid
+    c = lam * ratios.clamp(max=c_bar) * valid
+    deltas = rho * (rewards + discounts * values[1:] - values[:-1])
+    vs = values.clone()
+    correction = torch.zeros_like(values[0])  # vs[t+1] - V[t+1]
+    for t in reversed(range(len(rewards))):
+        correction = deltas[t] + discounts[t] * c[t] * correction
+        vs[t] += correction
+    advantages = rewards + discounts * (lam * vs[1:] + (1 - lam) * values[1:]) - values[:-1]
+    return vs, advantages
+
+
+class Batch(NamedTuple):
+    """B rollouts on the learner's device, [time, rollout, ...]; the last two fields are on the host."""
+
+    obs: torch.Tensor  # uint8 [T+1, B, H, W, C]
+    vector: torch.Tensor  # float32 [T+1, B, V]
+    first: torch.Tensor  # bool [T+1, B]
+    rnn_state: torch.Tensor  # float32 [B, state_size]
+    actions: torch.Tensor  # int64 [T, B, heads]
+    logprobs: torch.Tensor  # float32 [T, B]
+    values: torch.Tensor  # float32 [T, B]
+    rewards: torch.Tensor  # float32 [T, B]
+    terminated: torch.Tensor  # bool [T, B]
+    mask: torch.Tensor  # bool [T, B]: valid and younger than max_policy_lag, what the losses are taken over
+    restarts: list[int]
+    size: int  # samples in mask, on the host
+
+
+def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Returns the loss and metrics, all on the device."""
+    logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
+    logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
+    log_ratio = logprobs - batch.logprobs
+    ratio = log_ratio.exp().clamp(0.05, 20.0)  # Sample Factory's band; no gradient outside
+    discounts = args.gamma * ~batch.terminated
+    vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
+                            args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
+
+    weight = batch.mask.float()
+    n = weight.sum()
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).sum() / n
+
+    advantages = advantages - mean(advantages)
+    advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
+    clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
+    policy_loss = -mean(torch.min(ratio * advantages, clipped * advantages))
+
+    target, old = vs[:-1], batch.values
+    value_error = (values[:-1] - target).square()
+    clipped_error = (old + (values[:-1] - old).clamp(-args.ppo_clip_value, args.ppo_clip_value) - target).square()
+    value_loss = mean(torch.max(value_error, clipped_error))
+
+    exploration = -mean(entropy) if args.exploration_loss == "entropy" else mean(symmetric_kl).clamp(max=30.0)
+    loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
+
+    with torch.no_grad():
+        target_mean = mean(target)
+        metrics = {
+            "losses/policy_loss": policy_loss.detach(),
+            "losses/value_loss": value_loss.detach(),
+            "losses/entropy": mean(entropy),
+            "losses/approx_kl": mean(log_ratio.exp() - 1 - log_ratio),  # http://joschu.net/blog/kl-approx.html
+            "losses/clipfrac": mean((ratio != clipped).float()),
+            "losses/explained_variance": 1 - mean((target - values[:-1]).square()) / mean((target - target_mean).square()).clamp(min=1e-8),
+            "losses/value": mean(values[:-1]),
+            "vtrace/rho_mean": mean(ratio.clamp(max=args.vtrace_rho)),
+            "vtrace/rho_clipfrac": mean((ratio > args.vtrace_rho).float()),
+        }
+    return loss, metrics
+
+
+# ======================================================================================================================
+# Actor
+# ======================================================================================================================
+
+REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; a pipe never tears writes this small
+WAKE = -1  # "group" of a message that only wakes the inference thread: slots were freed, or the run ends
+
+
+def play(args: Args, worker: int, mailbox: SimpleMailbox, seed: int):
+    """Steps the splits of one worker in turn, for ever. Generator: yields a split's number when its rows of the mailbox are written;
+    they belong to inference until the caller, who waits for its actions, asks for that split's next step."""
+    per_split = args.num_envs_per_worker // args.worker_num_splits
+    splits = [make_envs(args, per_split) for _ in range(args.worker_num_splits)]
+    rows = [slice(start, start + per_split) for start in worker * args.num_envs_per_worker + per_split * np.arange(len(splits))]
+    ended = np.zeros((len(splits), per_split), bool)  # the last step ended an episode, so the next one only resets
+    returns, trained, lengths = np.zeros(ended.shape), np.zeros(ended.shape), np.zeros(ended.shape, np.int64)
+    one_head = isinstance(splits[0].single_action_space, gym.spaces.Discrete)
+
+    def write(r: slice, observation) -> None:
+        image, vector = split_observation(observation)
+        mailbox.obs[r] = image
+        if vector is not None:
+            mailbox.vector[r] = vector
+
+    try:
+        for s, envs in enumerate(splits):
+            observation, _ = envs.reset(seed=seed + s * per_split)
+            write(rows[s], observation)
+            mailbox.first[rows[s]], mailbox.terminated[rows[s]], mailbox.reward[rows[s]] = True, False, 0.0
+            mailbox.episode_length[rows[s]] = 0
+            yield s
+        while True:
+            for s, envs in enumerate(splits):
+                r, fresh, start = rows[s], ended[s].copy(), time.perf_counter()
+                action = mailbox.action[r, 0] if one_head else mailbox.action[r]
+                observation, reward, terminated, truncated, info = envs.step(action)
+                write(r, observation)
+                mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, fresh
+                for total, now in ((returns, info.get("raw_reward", reward)), (trained, reward), (lengths, 1)):
+                    total[s] = np.where(fresh, 0, total[s] + now)
+                ended[s] = terminated | truncated
+                for i in np.flatnonzero(ended[s]):
+                    row = r.start + i
+                    mailbox.episode_return[row], mailbox.episode_trained[row] = returns[s, i], trained[s, i]
+                    mailbox.episode_length[row] = lengths[s, i]
+                mailbox.stepped[worker] += time.perf_counter() - start
+                yield s
+    finally:
+        for envs in splits:
+            envs.close()
+
+
+def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int, mailbox: Mailbox, request, replies, errors) -> None:
+    """Body of an actor process. `request` is the one pipe that all actors write to, `replies` has one pipe per split, `errors` takes
+    this actor's last words as raw text."""
+    os.setsid()  # a terminal's Ctrl-C misses us and our games, and the whole group can be ended at once
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2:  # else the games would hold our pipes open, and nobody would see them close
+            with contextlib.suppress(OSError):
+                os.set_inheritable(fd, False)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=errors.fileno())  # the supervisor asks a hung actor where it hangs
+    if core is not None:
+        os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, on one core that is cheapest
+    os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
+    torch.set_num_threads(1)
+    try:
+        numpy, S = mailbox.numpy(), args.worker_num_splits
+        steps = play(args, worker, numpy, seed)
+        for i, split in enumerate(steps):
+            numpy.progress[worker] += 1
+            os.write(request.fileno(), REQUEST.pack(worker * S + split, incarnation))
+            # From here on the rows of `split` belong to inference.
+            if i >= S - 1:  # all splits have been reset, so the next one has a request out
+                numpy.phase[worker] = WAITING
+                if not os.read(replies[(split + 1) % S].fileno(), 1):  # closed: the run is over
+                    break
+                numpy.phase[worker] = STEPPING
+        steps.close()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.write(errors.fileno(), traceback.format_exc().encode()[-60_000:])
+        os._exit(1)  # without closing the games, which may hang: the supervisor ends the group
+
+
+def end_group(group: int) -> None:
+    """Ends every process of a process group but the caller and removes the games' shared memory. The names are read from the
+    processes' own maps: other runs' files look the same."""
+    pids, files = [], set()
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == group:
+                files.update(game_files(pid))
+                pids.append(pid)
+    for pid in pids:
+        if pid != os.getpid():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+    remove(files)
+
+
+def game_files(pid: int) -> set[str]:
+    """The games' shared memory that a process has mapped."""
+    with contextlib.suppress(OSError):
+        return {line.split()[-1] for line in open(f"/proc/{pid}/maps") if "/dev/shm/ViZDoom" in line and not line.endswith("(deleted)\n")}
+    return set()
+
+
+def remove(files: set[str]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
+
+
+def end_with_parent() -> None:
+    """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
+    multiprocessing.connection.wait([mp.parent_process().sentinel])
+    end_group(os.getpgid(0))
+    os._exit(1)
+
+
+class Actors:
+    """The actor processes: started, watched by a thread of their own, and replaced when they die or hang."""
+
+    def __init__(self, args: Args, mailbox: Mailbox, log, on_failure):
+        self.args, self.mailbox, self.numpy, self.log, self.on_failure = args, mailbox, mailbox.numpy(), log, on_failure
+        W, S = args.num_workers, args.worker_num_splits
+        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs seconds and memory per actor
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "vizdoom", "tyro", "tqdm"])
+        self.request_reader, self.request_writer = self.context.Pipe(duplex=False)
+        self.processes, self.errors, self.files = [None] * W, [None] * W, [set() for _ in range(W)]
+        self.incarnations, self.replies = [0] * W, [None] * (W * S)
+        self.deaths, self.restarts = [deque(maxlen=3) for _ in range(W)], 0
+        self.lock = threading.Lock()  # a reply pipe is not written to while it is replaced
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=self.watch, name="supervisor", daemon=True)
+        for worker in range(W):
+            self.start(worker)
+        self.thread.start()
+
+    def start(self, worker: int) -> None:
+        S, allowed = self.args.worker_num_splits, sorted(os.sched_getaffinity(0))
+        pipes = [self.context.Pipe(duplex=False) for _ in range(S)]
+        self.errors[worker], errors_writer = self.context.Pipe(duplex=False)
+        core = allowed[worker % len(allowed)] if self.args.set_workers_cpu_affinity else None
+        seed = int(np.random.SeedSequence([self.args.seed, worker, self.incarnations[worker]]).generate_state(1)[0]) >> 2
+        self.numpy.phase[worker], self.numpy.progress[worker] = STARTING, 0
+        self.processes[worker] = self.context.Process(
+            target=actor, name=f"actor {worker}", daemon=True,
+            args=(self.args, worker, self.incarnations[worker], core, seed, self.mailbox, self.request_writer, [r for r, _ in pipes], errors_writer),
+        )  # fmt: skip
+        self.processes[worker].start()
+        for reader, _ in pipes:
+            reader.close()
+        errors_writer.close()
+        with self.lock:
+            for s, (_, writer) in enumerate(pipes):
+                self.replies[worker * S + s] = writer
+
+    def reply(self, groups: list[int]) -> None:
+        """Gives the rows of the groups back to their actors."""
+        with self.lock:
+            for group in groups:
+                with contextlib.suppress(OSError):  # a dead actor's pipe; the supervisor will see to it
+                    os.write(self.replies[group].fileno(), b"\0")
+
+    def wake(self) -> None:
+        os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
+
+    def is_current(self, group: int, incarnation: int) -> bool:
+        """False for what is left of an actor that was replaced."""
+        return self.incarnations[group // self.args.worker_num_splits] == incarnation
+
+    def watch(self) -> None:
+        """The supervisor thread."""
+        W = self.args.num_workers
+        seen, since = np.full(W, -1), np.full(W, time.monotonic())
+        while not self.stopping.is_set():
+            ready = multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=0.5)
+            now = time.monotonic()
+            for worker in range(W):
+                if self.stopping.is_set():
+                    return
+                progress, phase = self.numpy.progress[worker], self.numpy.phase[worker]
+                if progress != seen[worker] or phase == WAITING:  # the clock runs only while the mailbox belongs to the actor
+                    if progress > 0 and not self.files[worker]:
+                        self.files[worker] = game_files(self.processes[worker].pid)
+                    seen[worker], since[worker] = progress, now
+                if self.processes[worker].sentinel in ready:
+                    self.replace(worker, "died")
+                elif now - since[worker] > self.args.actor_timeout:
+                    with contextlib.suppress(OSError):
+                        os.kill(self.processes[worker].pid, signal.SIGUSR1)  # it writes its stack to its errors pipe
+                    time.sleep(0.5)
+                    self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {['starting', 'stepping'][phase]}")
+                else:
+                    continue
+                seen[worker], since[worker] = -1, time.monotonic()
+
+    def replace(self, worker: int, what: str) -> None:
+        process, last_words = self.processes[worker], ""
+        self.end(worker)
+        while self.errors[worker].poll():
+            text = os.read(self.errors[worker].fileno(), 65536).decode(errors="replace")
+            if not text:
+                break
+            last_words += text
+        process.join(5)
+        what = f"actor {worker} {what} (exit code {process.exitcode})"
+        self.deaths[worker].append(time.monotonic())
+        self.restarts += 1
+        if len(self.deaths[worker]) == 3 and time.monotonic() - self.deaths[worker][0] < 60:
+            self.stopping.set()
+            return self.on_failure(RuntimeError(f"{what}, for the third time within a minute\n{last_words.strip()}".strip()))
+        self.log(f"{what}; starting it again\n{last_words}".strip())
+        self.incarnations[worker] += 1  # what is left of the old one's requests is dropped from here on
+        self.errors[worker].close()
+        with self.lock:
+            for s in range(self.args.worker_num_splits):
+                self.replies[worker * self.args.worker_num_splits + s].close()
+        self.start(worker)
+
+    def end(self, worker: int) -> None:
+        """Ends an actor and its games at once, dead or alive, and removes the games' shared memory."""
+        end_group(self.processes[worker].pid)
+        self.processes[worker].kill()  # if it died or hung before it had a group of its own
+        remove(self.files[worker])
+        self.files[worker] = set()
+
+    def stop(self, patience: float = 5.0) -> None:
+        """Ends all actors: by closing their pipes, and after `patience` seconds by force."""
+        self.stopping.set()
+        self.thread.join()
+        with self.lock:
+            for writer in self.replies:
+                writer.close()
+        deadline = time.monotonic() + patience
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for worker in range(len(self.processes)):
+            self.end(worker)
+
+
+# ======================================================================================================================
+# Inference
+# ======================================================================================================================
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Marks this point of the calling thread's CUDA stream. On a CPU code has run when it returns, and there is nothing to mark."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_event(event: torch.cuda.Event | None) -> None:
+    """The calling thread's CUDA stream (not the thread) waits until the mark was passed."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def own_stream(device: torch.device, threads: int):
+    """Context of a thread that computes: its number of CPU threads and a CUDA stream of its own."""
+    torch.set_num_threads(threads)
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class ActingPolicy:
+    """The policy that acts, apart from the one that learns: two copies, one in use, one for the learner to fill. Holding a copy's lock
+    says who may launch work on it; on CUDA its event says when the work launched last is done. Nobody ever reads half an update."""
+
+    def __init__(self, agent: Agent, version: int, device: torch.device):
+        self.copies = [copy.deepcopy(agent).requires_grad_(False) for _ in range(2)]
+        self.locks, self.events, self.versions = [threading.Lock(), threading.Lock()], [None, None], [version, version]
+        self.current, self.device = 0, device
+
+    @torch.no_grad()
+    def publish(self, agent: Agent, version: int) -> None:
+        spare = 1 - self.current
+        with self.locks[spare]:
+            wait_event(self.events[spare])
+            for to, source in zip(self.copies[spare].state_dict().values(), agent.state_dict().values()):
+                to.copy_(source)
+            self.versions[spare], self.events[spare] = version, record_event(self.device)
+        self.current = spare
+
+    @contextlib.contextmanager
+    def use(self):
+        """Yields (agent, version)."""
+        current = self.current
+        with self.locks[current]:
+            wait_event(self.events[current])
+            yield self.copies[current], self.versions[current]
+            self.events[current] = record_event(self.device)
+
+
+class Inference:
+    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot."""
+
+    def __init__(self, args: Args, mailbox: Mailbox, rollouts: Rollouts, acting: ActingPolicy, device: torch.device,
+                 full: queue.SimpleQueue, free: queue.SimpleQueue):  # fmt: skip
+        self.args, self.mailbox, self.numpy, self.rollouts, self.acting, self.device = args, mailbox, mailbox.numpy(), rollouts, acting, device
+        self.full, self.free, self.free_slots = full, free, deque()
+        rows, self.size = len(mailbox.first), args.num_envs_per_worker // args.worker_num_splits
+        self.groups = rows // self.size
+        self.t = [0] * self.groups  # steps in the FILLING slots; the rows of a group are in step
+        self.slots: list[np.ndarray | None] = [None] * self.groups  # None: full and handed over, no new ones yet
+        self.begun = np.zeros(self.groups, int)  # rollouts begun, for --sync
+        self.allowed = args.batch_size * args.num_batches_per_iteration // (rows * args.rollout) if args.sync else sys.maxsize
+        self.quota = self.allowed  # of rollouts per row and iteration
+        self.state = torch.zeros(rows, acting.copies[0].state_size, device=device)
+        self.obs = torch.zeros_like(mailbox.obs, device=device)
+        self.vector = torch.zeros_like(mailbox.vector, device=device)
+        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
+            for tensor in (mailbox.obs, mailbox.vector):
+                if tensor.numel():
+                    torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        self.episodes: deque[tuple[float, float, int]] = deque(maxlen=100_000)  # finished: raw return, trained return, steps
+        self.steps = self.batches = 0  # statistics: rows and batches served, seconds without requests and without free slots
+        self.idle = self.held = 0.0
+        self.stopping = False
+
+    def run(self, actors: Actors) -> None:
+        """Body of the inference thread. One read takes all requests that wait: the busier it is, the larger its batches."""
+        try:
+            with own_stream(self.device, self.args.inference_threads):
+                waiting: list[tuple[int, int]] = []
+                while not self.stopping:
+                    start = time.perf_counter()
+                    data = os.read(actors.request_reader.fileno(), 1 << 16)
+                    if waiting:
+                        self.held += time.perf_counter() - start
+                    else:
+                        self.idle += time.perf_counter() - start
+                    # Until its reply the rows of a group in `waiting` belong to this thread.
+                    waiting += [request for request in REQUEST.iter_unpack(data) if request[0] != WAKE]
+                    waiting = [request for request in waiting if actors.is_current(*request)]
+                    served = self.serve([group for group, _ in waiting])
+                    actors.reply(served)
+                    waiting = [request for request in waiting if request[0] not in served]
+        except BaseException as error:
+            self.full.put(error)  # the learner raises it
+
+    @torch.inference_mode()
+    def serve(self, groups: list[int]) -> list[int]:
+        """Stores the groups' mailbox rows, and writes actions for all that have a slot; returns those."""
+        done = [group for group in groups if self.t[group] == self.args.rollout]
+        if done:  # obs[T] and the last reward are in: hand the slots over before new ones are taken
+            self.store(done)
+            event = record_event(self.device)
+            for group in done:
+                self.full.put((self.slots[group], event))
+                self.t[group], self.slots[group] = 0, None
+        while not self.free.empty():
+            slots, event = self.free.get()
+            wait_event(event)  # the learner's copy out of these slots
+            self.free_slots.extend(slots)
+        ready = [group for group in groups if self.slots[group] is not None or self.take_slots(group)]
+        if ready:
+            self.act(ready)
+        return ready
+
+    def take_slots(self, group: int) -> bool:
+        if len(self.free_slots) < self.size or self.begun[group] >= self.allowed:
+            return False
+        self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
+        self.begun[group] += 1
+        return True
+
+    def store(self, groups: list[int]):
+        """Copies the mailbox rows of the groups to their times and slots. Returns rows, times and slots, on the host and on the device."""
+        n, numpy, rollouts, args = self.size, self.numpy, self.rollouts, self.args
+        rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
+        t, slots = np.repeat([self.t[group] for group in groups], n), np.concatenate([self.slots[group] for group in groups])
+        rollouts.first[t, slots] = numpy.first[rows]
+        later = t > 0  # the reward of the step before a slot's first was stored with the slot before
+        t1, s1, r1 = t[later] - 1, slots[later], rows[later]
+        rollouts.rewards[t1, s1] = np.clip(numpy.reward[r1] * args.reward_scale, -args.reward_clip, args.reward_clip)
+        rollouts.terminated[t1, s1] = numpy.terminated[r1]
+        for i, group in enumerate(groups):
+            for to, source in ((self.obs, self.mailbox.obs), (self.vector, self.mailbox.vector)):
+                to[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
+        index = torch.from_numpy(np.stack([rows, t, slots])).to(self.device)
+        if self.device.type == "cpu":  # the same through NumPy: 25 times faster for big rows
+            rollouts.obs.numpy()[t, slots] = self.obs.numpy()[: len(rows)]
+        else:
+            rollouts.obs[index[1], index[2]] = self.obs[: len(rows)]
+        rollouts.vector[index[1], index[2]] = self.vector[: len(rows)]
+        return (rows, t, slots), index
+
+    def act(self, groups: list[int]) -> None:
+        (rows, t, slots), (d_rows, d_t, d_slots) = self.store(groups)
+        n, rollouts, first = len(rows), self.rollouts, self.numpy.first[rows]
+        with self.acting.use() as (agent, version):
+            state = self.state[d_rows]
+            logits, values, new_state = agent(
+                self.obs[None, :n], self.vector[None, :n], torch.from_numpy(first).to(self.device)[None], state, [0]
+            )
+            actions, logprobs = sample_actions(logits[0], agent.heads)
+            self.state[d_rows] = new_state
+            rollouts.actions[d_t, d_slots], rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = actions, logprobs, values[0]
+            if (begin := np.flatnonzero(t == 0)).size:
+                begin = torch.from_numpy(begin).to(self.device)
+                rollouts.rnn_state[d_slots[begin]] = state[begin]
+        rollouts.versions[t, slots] = version
+        self.numpy.action[rows] = actions.cpu().numpy()  # the one place where inference waits for the device: actors need the actions
+        for row in rows[first & (self.numpy.episode_length[rows] > 0)]:
+            self.episodes.append((self.numpy.episode_return[row], self.numpy.episode_trained[row], self.numpy.episode_length[row]))
+        for group in groups:
+            self.t[group] += 1
+        self.steps += n
+        self.batches += 1
+
+
+# ======================================================================================================================
+# Learner
+# ======================================================================================================================
+
+
+class Learner:
+    """Takes FULL slots, B at a time, and improves the policy."""
+
+    def __init__(self, args: Args, agent: Agent, rollouts: Rollouts, acting: ActingPolicy, device: torch.device):
+        self.args, self.agent, self.rollouts, self.acting, self.device = args, agent, rollouts, acting, device
+        # betas and eps are Sample Factory's
+        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, betas=(0.9, 0.999), eps=1e-6, fused=True)
+        self.version = 0  # optimiser steps
+        self.global_step = 0  # valid transitions learned from
+        self.skipped = 0  # batches without a single usable sample
+        self.best_return = -float("inf")
+        self.initialised = not args.normalize_input  # the statistics of the inputs have seen their first samples
+        self.waited = self.learned = 0.0  # seconds without full slots, and at work
+        B = args.batch_size // args.rollout
+        # An iteration's batches, gathered into the same memory each time: fresh pages would cost more than the copy
+        self.buffers = [
+            {name: field.new_empty((field.shape[0], B, *field.shape[2:])) for name, field in vars(rollouts).items()
+             if isinstance(field, torch.Tensor) and name != "rnn_state"}
+            for _ in range(args.num_batches_per_iteration)
+        ]  # fmt: skip
+
+    def load(self, checkpoint: dict) -> None:
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.version, self.global_step, self.best_return = (checkpoint[name] for name in ("version", "global_step", "best_return"))
+        self.initialised = True
+
+    def gather(self, slots: np.ndarray, buffer: dict[str, torch.Tensor]) -> tuple[Batch, np.ndarray]:
+        """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
+        r, d_slots = self.rollouts, torch.from_numpy(slots).to(self.device)
+        for name, out in buffer.items():
+            if self.device.type == "cpu":
+                np.take(getattr(r, name).numpy(), slots, axis=1, out=out.numpy(), mode="clip")
+            else:
+                torch.index_select(getattr(r, name), 1, d_slots, out=out)
+        first, valid, lag = r.first[:, slots], ~r.first[1:, slots], self.version - r.versions[:, slots]
+        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
+        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=valid & (lag < self.args.max_policy_lag))
+        device = {name: torch.from_numpy(array).to(self.device) for name, array in host.items()}
+        batch = Batch(**buffer, rnn_state=r.rnn_state[d_slots], **device, restarts=restarts, size=int(host["mask"].sum()))
+        return batch, lag[valid]
+
+    def iterate(self, slots: np.ndarray, release) -> dict[str, float]:
+        """One iteration on FULL slots; `release(event)` is called when they may be written again. Returns metrics.
+
+        Raises FloatingPointError before a non-finite update is made: the weights are still good.
+        """
+        args, metrics, start = self.args, {}, time.perf_counter()
+        gathered = [self.gather(part, buffer) for part, buffer in zip(np.split(slots, len(self.buffers)), self.buffers)]
+        release(record_event(self.device))
+        batches, lags = [batch for batch, _ in gathered], np.concatenate([lag for _, lag in gathered])
+        self.global_step += len(lags)
+        # The first samples only initialise the statistics.
+        rounds = [batch for _ in range(args.num_epochs) for batch in batches] if self.initialised else []
+        self.initialised |= len(lags) > 0
+        learning_rate = args.learning_rate
+        if args.anneal_lr:
+            learning_rate *= max(0.0, 1 - self.global_step / args.total_timesteps)
+        for i, batch in enumerate(rounds):
+            if batch.size == 0:
+                self.skipped += 1
+                continue
+            loss, metrics = appo_loss(args, self.agent, batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), args.max_grad_norm or float("inf"))
+            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is ever published or saved
+                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient ({grad_norm.item()}) is not finite at step {self.global_step}")
+            self.optimizer.param_groups[0]["lr"] = learning_rate
+            self.optimizer.step()
+            self.version += 1
+            if i < len(rounds) - 1:
+                self.acting.publish(self.agent, self.version)
+        # New statistics change the policy, so they are published together with the last weights.
+        for batch in batches:
+            self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
+        self.acting.publish(self.agent, self.version)
+        self.learned += time.perf_counter() - start
+        if not metrics:
+            return {}
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+        metrics |= {"losses/grad_norm": grad_norm.item(), "charts/learning_rate": learning_rate}
+        if len(lags):
+            metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": (lags >= args.max_policy_lag).mean()}
+        return metrics
+
+
+# ======================================================================================================================
+# Checkpoints
+# ======================================================================================================================
+
+
+def save_checkpoint(path: Path, learner: Learner) -> None:
+    """Tensors and plain values only. Written under another name first: a checkpoint is whole or absent."""
+    path.parent.mkdir(exist_ok=True)
+    content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
+                   global_step=learner.global_step, best_return=learner.best_return, args=asdict(learner.args))  # fmt: skip
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_latest(folder: Path, learner: Learner, keep: int) -> None:
+    save_checkpoint(folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth", learner)
+    for old in sorted(folder.glob("checkpoint_*.pth"))[:-keep]:
+        old.unlink()
+
+
+def load_checkpoint(folder: Path, kind: str, device: torch.device, log) -> dict | None:
+    """The newest (or best) checkpoint that can be read; None where there is none."""
+    paths = sorted(folder.glob("checkpoint_*.pth"), reverse=True) if kind == "latest" else [folder / "best.pth"]
+    for path in paths:
+        try:
+            checkpoint = torch.load(path, map_location=device, weights_only=True)
+            log(f"loaded {path}")
+            return checkpoint
+        except Exception as error:
+            log(f"warning: {path} cannot be read ({str(error).splitlines()[0]}); trying the one before")
+    return None
+
+
+# ======================================================================================================================
+# Evaluate
+# ======================================================================================================================
+
+
+@torch.inference_mode()
+def evaluate(args: Args, folder: Path) -> list[float]:
+    """Plays `eval_episodes` episodes with a checkpoint; prints and returns their raw returns."""
+    device = torch.device(args.device)
+    count = min(args.eval_episodes, 16)
+    envs = make_envs(args, count)
+    spaces = spaces_of(envs)
+    checkpoint = load_checkpoint(folder / "checkpoints", args.load_checkpoint_kind, device, print)
+    if checkpoint is None:
+        raise UserError(f"no {args.load_checkpoint_kind} checkpoint in {folder / 'checkpoints'}")
+    agent = Agent(spaces, args).to(device)
+    agent.load_state_dict(checkpoint["agent"])
+    torch.manual_seed(args.seed)
+    per_env = -(-args.eval_episodes // count)  # every game plays as many: taking the first to finish would favour short ones
+    returns, total = [[] for _ in range(count)], np.zeros(count)
+    first, ended, state, frames = np.ones(count, bool), np.zeros(count, bool), torch.zeros(count, agent.state_size, device=device), []
+    observation, _ = envs.reset(seed=args.seed)
+    with tqdm(total=count * per_env, desc="episodes", disable=None) as bar:
+        while any(len(finished) < per_env for finished in returns):
+            if args.save_video and len(returns[0]) < min(3, per_env):
+                frames.append(envs.envs[0].render().repeat(4, 0).repeat(4, 1))
+            image, vector = split_observation(observation)
+            vector = np.zeros((count, 0), np.float32) if vector is None else vector
+            tensors = [torch.from_numpy(array).to(device)[None] for array in (image, vector, first)]
+            logits, _, state = agent(*tensors, state, [0])
+            actions = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
+            first = ended  # these games only reset now
+            observation, reward, terminated, truncated, info = envs.step(actions if len(spaces.heads) > 1 else actions[:, 0])
+            total = np.where(first, 0, total + info.get("raw_reward", reward))
+            ended = terminated | truncated
+            for i in np.flatnonzero(ended):
+                if len(returns[i]) < per_env:
+                    returns[i].append(float(total[i]))
+                    bar.update()
+    envs.close()
+    flat = [value for finished in returns for value in finished][: args.eval_episodes]
+    how = "likeliest" if args.eval_deterministic else "sampled"
+    print(f"{len(flat)} episodes, {how} actions, step {checkpoint['global_step']:,}: return {np.mean(flat):.2f} +- {np.std(flat):.2f} "
+          f"(standard deviation), from {min(flat):.2f} to {max(flat):.2f}")  # fmt: skip
+    if args.save_video:
+        import imageio.v2 as imageio
+
+        imageio.mimwrite(folder / "video.mp4", frames, fps=35 / args.frameskip, macro_block_size=8)
+        print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
+    return flat
+
+
+# ======================================================================================================================
+# Main
+# ======================================================================================================================
+
+
+def parse_args() -> tuple[Args, Path]:
+    """Command line -> resolved args and the run's folder. An existing experiment's cfg.json is loaded; flags typed now override it."""
+    args = tyro.cli(Args)
+    if args.experiment is None:
+        if args.evaluate:
+            raise UserError("--evaluate needs the name of an --experiment")
+        args.experiment = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    folder = Path(args.train_dir) / args.experiment
+    saved = folder / "cfg.json"
+    if not saved.exists():
+        if args.evaluate:
+            raise UserError(f"there is no experiment in {folder}")
+        return resolve(args), folder
+    if not args.evaluate and args.restart_behavior != "resume":
+        if args.restart_behavior == "overwrite":
+            shutil.rmtree(folder)
+        else:
+            aside = next(path for i in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}_old{i:04d}")).exists())
+            folder.rename(aside)
+            print(f"put {folder} aside as {aside}")
+        return resolve(args), folder
+    cfg = json.loads(saved.read_text())["args"]
+    old = Args(**{field.name: cfg[field.name] for field in fields(Args) if field.name in cfg})
+    new = tyro.cli(Args, default=old)
+    new.experiment, new.train_dir = args.experiment, args.train_dir
+    changed = {name: (value, getattr(new, name)) for name, value in asdict(old).items() if getattr(new, name) != value}
+    for name in ("experiment", "train_dir", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video"):
+        changed.pop(name, None)
+    fixed = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")
+    if wrong := [f"{name} was {changed[name][0]}, now {changed[name][1]}" for name in fixed if name in changed]:
+        raise UserError(f"{folder} holds another environment or network: {'; '.join(wrong)}. Choose another --experiment")
+    for name, (was, now) in changed.items():
+        print(f"override: {name} {was} -> {now}")
+    return resolve(new), folder
+
+
+GAME_SHARED_MEMORY = 3 * 2**20  # bytes; an engine's file is 10 MiB long and sparse, at 160x120 at most 2.8 MiB of it were seen in use
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
+        if mallopt:
+            mallopt(option, value)
+
+
+def check_shared_memory(needed: int) -> None:
+    free = shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: fewer workers or environments, or a larger "
+                        "/dev/shm (docker run --shm-size=2g)")  # fmt: skip
+
+
+class Reporter:
+    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report."""
+
+    def __init__(self, args: Args, learner: Learner, inference: Inference, mailbox: SimpleMailbox, writer, log):
+        self.args, self.learner, self.inference, self.mailbox, self.writer, self.log = args, learner, inference, mailbox, writer, log
+        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps", unit_scale=True,
+                        dynamic_ncols=True, disable=None)  # fmt: skip
+        self.returns, self.trained, self.lengths = deque(maxlen=100), deque(maxlen=100), deque(maxlen=100)
+        self.metrics, self.last, self.text = {}, self.counters(), ""
+        self.logged = time.monotonic()
+
+    def counters(self) -> dict[str, float]:
+        i = self.inference
+        return dict(time=time.monotonic(), step=self.learner.global_step, sampled=i.steps, served=i.batches, idle=i.idle, held=i.held,
+                    waited=self.learner.waited, learned=self.learner.learned, stepped=float(self.mailbox.stepped.mean()))  # fmt: skip
+
+    def update(self, metrics: dict[str, float]) -> None:
+        """Called after every iteration, with its metrics."""
+        self.metrics |= metrics
+        now = self.counters()
+        seconds = now["time"] - self.last["time"]
+        if seconds >= 5:
+            self.report({name: now[name] - self.last[name] for name in now}, seconds)
+            self.last = now
+        self.bar.n = self.learner.global_step
+        self.bar.set_postfix_str(self.text)
+
+    def report(self, change: dict[str, float], seconds: float) -> None:
+        while self.inference.episodes:
+            for window, value in zip((self.returns, self.trained, self.lengths), self.inference.episodes.popleft()):
+                window.append(value)
+        fps = change["step"] * self.args.frameskip / seconds
+        scalars = self.metrics | {
+            "charts/SPS": change["step"] / seconds,
+            "charts/FPS": fps,
+            "charts/FPS_sampled": change["sampled"] * self.args.frameskip / seconds,
+            "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
+            "stats/learner_busy": change["learned"] / seconds,
+            "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
+            "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots;
+            "stats/actor_step": change["stepped"] / seconds,  # actors step their games
+            "stats/inference_batch": change["sampled"] / max(1, change["served"]),  # rows served together
+            "stats/skipped_batches": self.learner.skipped,
+        }
+        if self.returns:
+            scalars |= {"charts/episodic_return": np.mean(self.returns), "charts/episodic_length": np.mean(self.lengths),
+                        "charts/episodic_return_trained": np.mean(self.trained)}  # fmt: skip
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, self.learner.global_step)
+        if change["held"] >= change["waited"]:
+            bottleneck = "learner"
+        else:
+            bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
+        episodes = f"return {np.mean(self.returns):.2f}, " if self.returns else ""
+        self.text = f"{fps:,.0f} frames/s, {episodes}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
+        if time.monotonic() - self.logged >= 10:
+            self.logged = time.monotonic()
+            self.log(f"step {self.learner.global_step:,}: {self.text}", self.bar.disable)
+
+    def is_best(self, best_return: float) -> bool:
+        return len(self.returns) == self.returns.maxlen and np.mean(self.returns) > best_return
+
+
+def wait_for_games(args: Args, rows: int, mailbox: SimpleMailbox, full: queue.SimpleQueue, stop_signals: list[int]) -> None:
+    """Returns when every game has been started or the user stops the run; raises what ends an actor for good."""
+    per_split = args.num_envs_per_worker // args.worker_num_splits
+    with tqdm(total=rows, desc="starting games", disable=None) as bar:
+        while bar.n < rows and not stop_signals:
+            if not full.empty():
+                raise full.get()
+            time.sleep(0.1)
+            bar.n = int(np.minimum(mailbox.progress, args.worker_num_splits).sum()) * per_split
+            bar.refresh()
+
+
+def from_actors(full: queue.SimpleQueue, count: int, learner: Learner, stop_signals: list[int]):
+    """Generator of the slots of one iteration, oldest first; ends when the user stops the run."""
+    slots: list[int] = []
+    start = time.perf_counter()
+    while not stop_signals:
+        if len(slots) >= count:
+            learner.waited += time.perf_counter() - start
+            yield np.array(slots[:count])
+            slots, start = slots[count:], time.perf_counter()
+            continue
+        try:
+            item = full.get(timeout=0.5)  # only to notice a signal
+        except queue.Empty:
+            continue
+        if isinstance(item, BaseException):
+            raise item
+        more, event = item
+        wait_event(event)  # inference's writes to these slots
+        slots.extend(more)
+
+
+def in_process(args: Args, mailbox: SimpleMailbox, inference: Inference, full: queue.SimpleQueue, stop_signals: list[int]):
+    """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, one after the other."""
+    count = args.batch_size * args.num_batches_per_iteration // args.rollout
+    waiting, slots = [], []
+    for split in play(args, 0, mailbox, args.seed):
+        waiting.append(split)
+        served = inference.serve(waiting)
+        while not full.empty():
+            slots.extend(full.get()[0])
+        if len(slots) == count:
+            yield np.array(slots)
+            slots = []
+            served += inference.serve([group for group in waiting if group not in served])
+        waiting = [group for group in waiting if group not in served]
+        if stop_signals:
+            return
+
+
+def train(args: Args, folder: Path) -> int:
+    """Returns the exit code: 0, or 130 when the run was stopped by a signal."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
+
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    torch.manual_seed(args.seed)
+    probe = make_envs(args, 1)  # for its spaces; starts no game
+    spaces = spaces_of(probe)
+    probe.close()
+    T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
+    rows = max(1, W) * args.num_envs_per_worker
+    check_shared_memory(Mailbox.nbytes(spaces, rows) + rows * GAME_SHARED_MEMORY)
+
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for leftover in checkpoints.glob("*.tmp"):
+        leftover.unlink()
+    log_file = open(folder / "log.txt", "a", buffering=1)
+
+    def log(text: str, show: bool = True) -> None:
+        log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        if show:
+            tqdm.write(text)
+
+    agent = Agent(spaces, args).to(device)
+    ahead = max(args.max_batches_ahead, args.num_batches_per_iteration) * B
+    slots = max(2 * rows, rows + ahead) if W == 0 else rows + ahead
+    rollouts = Rollouts(spaces, T, slots, agent.state_size, device)
+    checkpoint = load_checkpoint(checkpoints, "latest", device, log)
+    if checkpoint:
+        agent.load_state_dict(checkpoint["agent"])
+    acting = ActingPolicy(agent, checkpoint["version"] if checkpoint else 0, device)
+    learner = Learner(args, agent, rollouts, acting, device)
+    if checkpoint:
+        learner.load(checkpoint)
+    mailbox = Mailbox(spaces, rows, max(1, W))
+    full, free, stop_signals = queue.SimpleQueue(), queue.SimpleQueue(), []
+    free.put((np.arange(slots), None))
+    inference = Inference(args, mailbox, rollouts, acting, device, full, free)
+
+    software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", "vizdoom")}
+    (folder / "cfg.json").write_text(json.dumps(dict(args=asdict(args), versions=software, command=sys.argv), indent=2))
+    lag = (args.num_epochs * args.num_batches_per_iteration - 1) / 2 if args.sync else rows / (2 * B) + args.max_batches_ahead
+    log(f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device}, encoder in {args.precision}, "
+        f"{args.learner_threads} + {args.inference_threads} threads for learning and inference\n"
+        f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples ({B} rollouts of {T} steps) "
+        f"per update; expected lag about {lag:.1f} versions\n"
+        f"{Mailbox.nbytes(spaces, rows) / 2**20:.1f} MiB of shared memory beside the games', {rollouts.nbytes() / 2**20:.0f} MiB of rollouts "
+        f"in {slots} slots\nup to {args.total_timesteps:,} steps = {args.total_timesteps * args.frameskip:,} frames; files in {folder}")  # fmt: skip
+
+    def on_signal(number, frame):
+        if stop_signals:
+            raise KeyboardInterrupt  # the second time: at once, without a checkpoint
+        stop_signals.append(number)
+
+    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    writer, actors, thread = SummaryWriter(str(folder)), None, None
+    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items()))
+    try:
+        if W:
+            actors = Actors(args, mailbox, log, on_failure=full.put)
+            wait_for_games(args, rows, mailbox.numpy(), full, stop_signals)
+            thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
+            thread.start()
+            source = from_actors(full, B * args.num_batches_per_iteration, learner, stop_signals)
+        else:
+            source = in_process(args, mailbox.numpy(), inference, full, stop_signals)
+        reporter = Reporter(args, learner, inference, mailbox.numpy(), writer, log)
+        with own_stream(device, args.learner_threads), reporter.bar:
+            learn(args, checkpoints, learner, inference, actors, source, free, reporter)
+    finally:
+        if thread:
+            inference.stopping = True
+            actors.wake()
+            thread.join(10)
+        if actors:
+            actors.stop(patience=0.0 if len(stop_signals) > 1 else 5.0)
+        writer.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    log(f"{'stopped' if stop_signals else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
+        f"{actors.restarts if actors else 0} actors restarted")  # fmt: skip
+    return 130 if stop_signals else 0
+
+
+def learn(args: Args, checkpoints: Path, learner: Learner, inference: Inference, actors: Actors | None, source, free: queue.SimpleQueue,
+          reporter: Reporter) -> None:  # fmt: skip
+    """The learner's loop. However it ends but by a second Ctrl-C, it leaves a checkpoint of the last good weights."""
+    started = saved = milestone = best_saved = time.monotonic()
+    try:
+        for slots in source:
+
+            def release(event: torch.cuda.Event | None) -> None:
+                free.put((slots, event))
+                if actors:
+                    actors.wake()
+
+            metrics = learner.iterate(slots, release)
+            if args.sync:
+                inference.allowed += inference.quota
+                if actors:
+                    actors.wake()
+            reporter.update(metrics)
+            now = time.monotonic()
+            if now - saved >= args.save_every_sec:
+                save_latest(checkpoints, learner, args.keep_checkpoints)
+                saved = now
+            if args.save_milestones_sec and now - milestone >= args.save_milestones_sec:
+                save_checkpoint(checkpoints / "milestones" / f"{learner.version:09d}_{learner.global_step}.pth", learner)
+                milestone = now
+            if now - best_saved >= 30 and reporter.is_best(learner.best_return):
+                learner.best_return = float(np.mean(reporter.returns))
+                save_checkpoint(checkpoints / "best.pth", learner)
+                best_saved = now
+            if learner.global_step >= args.total_timesteps or (args.train_for_seconds and now - started >= args.train_for_seconds):
+                break
+    finally:
+        if not isinstance(sys.exception(), KeyboardInterrupt):
+            save_latest(checkpoints, learner, args.keep_checkpoints)
+
+
+def main() -> int:
+    try:
+        args, folder = parse_args()
+        if args.evaluate:
+            evaluate(args, folder)
+            return 0
+        return train(args, folder)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
