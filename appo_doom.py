@@ -118,8 +118,6 @@ class Args:
     """seconds between checkpoints"""
     keep_checkpoints: int = 2
     """how many of the latest checkpoints are kept"""
-    save_milestones_sec: float | None = None
-    """seconds between checkpoints that are kept for good"""
     evaluate: bool = False
     """play with a checkpoint of `experiment` instead of training"""
     eval_episodes: int = 100
@@ -136,8 +134,9 @@ class Args:
     """actor processes. Default: the cores this process may use. 0: step the games in this process (debugging; implies sync)"""
     num_envs_per_worker: int = 16
     """games per worker"""
-    worker_num_splits: int = 2
-    """parts that a worker's games are stepped in: while one waits for actions the next one is stepped"""
+    worker_num_splits: int | None = None
+    """parts that a worker's games are stepped in: while one waits for actions the next one is stepped. Default: 2 with CUDA; 1
+    without, where waiting frees a core for the network and larger inference batches are worth more"""
     set_workers_cpu_affinity: bool = True
     """pin each worker and its games to one core"""
     sync: bool = False
@@ -154,18 +153,14 @@ class Args:
     """steps per rollout (T)"""
     batch_size: int | None = None
     """samples per optimiser step, a multiple of rollout. Default: the power of two near rows * rollout / 2, 1024 to 8192"""
-    num_batches_per_iteration: int = 1
-    """batches gathered before learning starts; with num_epochs > 1 all of them are reused"""
     num_epochs: int = 1
-    """passes over the batches of an iteration"""
+    """passes over each batch"""
     max_batches_ahead: int = 1
     """batches that may be collected ahead of the learner; more hides jitter and adds lag"""
     max_policy_lag: int = 100
     """samples chosen by a policy at least this many versions old are left out of the losses"""
     learning_rate: float = 1e-4
     """of Adam"""
-    anneal_lr: bool = False
-    """learning rate falls linearly to 0 at total_timesteps"""
     gamma: float = 0.99
     """discount per step"""
     vtrace_rho: float = 1.0
@@ -214,20 +209,13 @@ def cores() -> list[int]:
 def resolve(args: Args) -> Args:
     """Returns a copy of `args` with every None and "auto" replaced by the value that this machine gives. Raises UserError."""
     args = copy.copy(args)
-    # fmt: off
-    ranges = dict(
-        frameskip=(1, 100), total_timesteps=(1, None), train_for_seconds=(0, None), save_every_sec=(0, None), keep_checkpoints=(1, None),
-        eval_episodes=(1, None), num_workers=(0, None), num_envs_per_worker=(1, None), worker_num_splits=(1, None), actor_timeout=(1, None),
-        inference_threads=(1, None), learner_threads=(1, None), rollout=(1, None), batch_size=(1, None), num_batches_per_iteration=(1, None),
-        num_epochs=(1, None), max_batches_ahead=(1, None), max_policy_lag=(1, None), learning_rate=(0, None), gamma=(0, 1), vtrace_rho=(0, None),
-        vtrace_c=(0, None), vtrace_lambda=(0, 1), clip_coef=(0, None), ppo_clip_value=(0, None), vf_coef=(0, None), ent_coef=(0, None),
-        max_grad_norm=(0, None), reward_clip=(0, None), hidden_size=(1, None), seed=(0, 2**31 - 1), save_milestones_sec=(0, None),
-    )
-    # fmt: on
-    for name, (low, high) in ranges.items():
-        value = getattr(args, name)
-        if value is not None and not (low <= value and (high is None or value <= high)):
-            raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {low}" + (f", at most {high}" if high else ""))
+    lowest = dict(num_workers=0, seed=0, reward_scale=-np.inf)
+    highest = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1)
+    for name, value in asdict(args).items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            low, high = lowest.get(name, 1 if isinstance(value, int) else 0.0), highest.get(name, np.inf)
+            if not low <= value <= high:
+                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -239,30 +227,26 @@ def resolve(args: Args) -> Args:
     if args.precision == "auto":
         capable = "avx512_bf16" in Path("/proc/cpuinfo").read_text() or "amx_bf16" in Path("/proc/cpuinfo").read_text()
         args.precision = "bfloat16" if device.type == "cuda" or capable else "float32"
-    n = len(cores())
-    if args.num_workers is None:
-        args.num_workers = n
-    if args.num_workers == 0:
-        args.sync = True
-    if device.type == "cpu":  # learning costs about three times inference; where the two never run together each may use everything
-        args.learner_threads = args.learner_threads or (n if args.sync else max(1, n // 2))
-        args.inference_threads = args.inference_threads or (n if args.sync else max(1, n // 4))
-    else:
-        args.learner_threads = args.inference_threads = 1
+    n, cpu = len(cores()), device.type == "cpu"
+    args.num_workers = n if args.num_workers is None else args.num_workers
+    args.sync |= args.num_workers == 0
+    args.worker_num_splits = args.worker_num_splits or (1 if cpu else 2)
+    # On a CPU learning costs two to three times inference; with --sync the two never run together, and each may use every core.
+    args.learner_threads = args.learner_threads or (1 if not cpu else n if args.sync else max(1, n // 2))
+    args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
     if args.num_envs_per_worker % args.worker_num_splits:
         raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by --worker-num-splits {args.worker_num_splits}")
     rows = max(1, args.num_workers) * args.num_envs_per_worker
     if args.batch_size is None:
         if args.sync:  # one rollout of every row
-            args.batch_size = rows * args.rollout // args.num_batches_per_iteration
+            args.batch_size = rows * args.rollout
         else:
             args.batch_size = min(8192, max(1024, 2 ** round(np.log2(rows * args.rollout / 2)))) // args.rollout * args.rollout
     if args.batch_size < args.rollout or args.batch_size % args.rollout:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
-    iteration = args.batch_size * args.num_batches_per_iteration
-    if args.sync and iteration % (rows * args.rollout):
-        raise UserError(f"--sync needs whole rollouts of every row: batch size x batches per iteration = {iteration} is not a multiple "
-                        f"of {rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
+    if args.sync and args.batch_size % (rows * args.rollout):
+        raise UserError(f"--sync needs whole rollouts of every row: --batch-size {args.batch_size} is not a multiple of "
+                        f"{rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
     return args
 
 
@@ -886,6 +870,8 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
     if core is not None:
         os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, on one core that is cheapest
     os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
+    with contextlib.suppress(OSError):  # where Linux groups tasks by session, setsid made a group of its own, niced apart
+        Path("/proc/self/autogroup").write_text("10")
     torch.set_num_threads(1)
     try:
         numpy, S = mailbox.numpy(), args.worker_num_splits
@@ -1127,7 +1113,7 @@ class Inference:
         self.t = [0] * self.groups  # steps in the FILLING slots; the rows of a group are in step
         self.slots: list[np.ndarray | None] = [None] * self.groups  # None: full and handed over, no new ones yet
         self.begun = np.zeros(self.groups, int)  # rollouts begun, for --sync
-        self.allowed = args.batch_size * args.num_batches_per_iteration // (rows * args.rollout) if args.sync else sys.maxsize
+        self.allowed = args.batch_size // (rows * args.rollout) if args.sync else sys.maxsize
         self.quota = self.allowed  # of rollouts per row and iteration
         self.state = torch.zeros(rows, acting.copies[0].state_size, device=device)
         self.obs = torch.zeros_like(mailbox.obs, device=device)
@@ -1252,22 +1238,22 @@ class Learner:
         self.initialised = not args.normalize_input  # the statistics of the inputs have seen their first samples
         self.waited = self.learned = 0.0  # seconds without full slots, and at work
         B = args.batch_size // args.rollout
-        # An iteration's batches, gathered into the same memory each time: fresh pages would cost more than the copy
-        self.buffers = [
-            {name: field.new_empty((field.shape[0], B, *field.shape[2:])) for name, field in vars(rollouts).items()
-             if isinstance(field, torch.Tensor) and name != "rnn_state"}
-            for _ in range(args.num_batches_per_iteration)
-        ]  # fmt: skip
+        # A batch is gathered into the same memory each time: fresh pages would cost more than the copy
+        self.buffer = {
+            name: field.new_empty((field.shape[0], B, *field.shape[2:])) for name, field in vars(rollouts).items()
+            if isinstance(field, torch.Tensor) and name != "rnn_state"
+        }  # fmt: skip
 
     def load(self, checkpoint: dict) -> None:
         self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
         self.version, self.global_step, self.best_return = (checkpoint[name] for name in ("version", "global_step", "best_return"))
         self.initialised = True
 
-    def gather(self, slots: np.ndarray, buffer: dict[str, torch.Tensor]) -> tuple[Batch, np.ndarray]:
+    def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
         """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
         r, d_slots = self.rollouts, torch.from_numpy(slots).to(self.device)
-        for name, out in buffer.items():
+        for name, out in self.buffer.items():
             if self.device.type == "cpu":
                 np.take(getattr(r, name).numpy(), slots, axis=1, out=out.numpy(), mode="clip")
             else:
@@ -1276,49 +1262,41 @@ class Learner:
         restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
         host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=valid & (lag < self.args.max_policy_lag))
         device = {name: torch.from_numpy(array).to(self.device) for name, array in host.items()}
-        batch = Batch(**buffer, rnn_state=r.rnn_state[d_slots], **device, restarts=restarts, size=int(host["mask"].sum()))
+        batch = Batch(**self.buffer, rnn_state=r.rnn_state[d_slots], **device, restarts=restarts, size=int(host["mask"].sum()))
         return batch, lag[valid]
 
     def iterate(self, slots: np.ndarray, release) -> dict[str, float]:
-        """One iteration on FULL slots; `release(event)` is called when they may be written again. Returns metrics.
+        """Learns from B FULL slots; `release(event)` is called when they may be written again. Returns metrics.
 
         Raises FloatingPointError before a non-finite update is made: the weights are still good.
         """
         args, metrics, start = self.args, {}, time.perf_counter()
-        gathered = [self.gather(part, buffer) for part, buffer in zip(np.split(slots, len(self.buffers)), self.buffers)]
+        batch, lags = self.gather(slots)
         release(record_event(self.device))
-        batches, lags = [batch for batch, _ in gathered], np.concatenate([lag for _, lag in gathered])
         self.global_step += len(lags)
-        # The first samples only initialise the statistics.
-        rounds = [batch for _ in range(args.num_epochs) for batch in batches] if self.initialised else []
+        epochs = args.num_epochs if self.initialised else 0  # the first samples only initialise the statistics
         self.initialised |= len(lags) > 0
-        learning_rate = args.learning_rate
-        if args.anneal_lr:
-            learning_rate *= max(0.0, 1 - self.global_step / args.total_timesteps)
-        for i, batch in enumerate(rounds):
-            if batch.size == 0:
-                self.skipped += 1
-                continue
+        if batch.size == 0:  # a batch without a usable sample is no update
+            self.skipped += 1
+            epochs = 0
+        for epoch in range(epochs):
+            if epoch:
+                self.acting.publish(self.agent, self.version)
             loss, metrics = appo_loss(args, self.agent, batch)
             self.optimizer.zero_grad()
             loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), args.max_grad_norm or float("inf"))
-            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is ever published or saved
-                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient ({grad_norm.item()}) is not finite at step {self.global_step}")
-            self.optimizer.param_groups[0]["lr"] = learning_rate
+            metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(self.agent.parameters(), args.max_grad_norm or torch.inf)
+            if not torch.isfinite(loss + metrics["losses/grad_norm"]):  # waits for the device: nothing broken is ever published or saved
+                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite, at step {self.global_step:,}")
             self.optimizer.step()
             self.version += 1
-            if i < len(rounds) - 1:
-                self.acting.publish(self.agent, self.version)
         # New statistics change the policy, so they are published together with the last weights.
-        for batch in batches:
-            self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
+        self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
         self.acting.publish(self.agent, self.version)
         self.learned += time.perf_counter() - start
-        if not metrics:
-            return {}
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        metrics |= {"losses/grad_norm": grad_norm.item(), "charts/learning_rate": learning_rate}
+        if metrics:
+            metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+            metrics |= {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
         if len(lags):
             metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": (lags >= args.max_policy_lag).mean()}
         return metrics
@@ -1573,8 +1551,7 @@ def from_actors(full: queue.SimpleQueue, count: int, learner: Learner, stop_sign
 
 def in_process(args: Args, mailbox: SimpleMailbox, inference: Inference, full: queue.SimpleQueue, stop_signals: list[int]):
     """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, one after the other."""
-    count = args.batch_size * args.num_batches_per_iteration // args.rollout
-    waiting, slots = [], []
+    count, waiting, slots = args.batch_size // args.rollout, [], []
     for split in play(args, 0, mailbox, args.seed):
         waiting.append(split)
         served = inference.serve(waiting)
@@ -1616,8 +1593,9 @@ def train(args: Args, folder: Path) -> int:
             tqdm.write(text)
 
     agent = Agent(spaces, args).to(device)
-    ahead = max(args.max_batches_ahead, args.num_batches_per_iteration) * B
-    slots = max(2 * rows, rows + ahead) if W == 0 else rows + ahead
+    slots = rows + args.max_batches_ahead * B
+    if args.sync:  # every rollout of an iteration, and with num_workers 0 one thread that must never wait for itself
+        slots = max(slots, B, 2 * rows)
     rollouts = Rollouts(spaces, T, slots, agent.state_size, device)
     checkpoint = load_checkpoint(checkpoints, "latest", device, log)
     if checkpoint:
@@ -1633,7 +1611,7 @@ def train(args: Args, folder: Path) -> int:
 
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", "vizdoom")}
     (folder / "cfg.json").write_text(json.dumps(dict(args=asdict(args), versions=software, command=sys.argv), indent=2))
-    lag = (args.num_epochs * args.num_batches_per_iteration - 1) / 2 if args.sync else rows / (2 * B) + args.max_batches_ahead
+    lag = 0.0 if args.sync else rows / (2 * B) + args.max_batches_ahead
     log(f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device}, encoder in {args.precision}, "
         f"{args.learner_threads} + {args.inference_threads} threads for learning and inference\n"
         f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples ({B} rollouts of {T} steps) "
@@ -1655,7 +1633,7 @@ def train(args: Args, folder: Path) -> int:
             wait_for_games(args, rows, mailbox.numpy(), full, stop_signals)
             thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
             thread.start()
-            source = from_actors(full, B * args.num_batches_per_iteration, learner, stop_signals)
+            source = from_actors(full, B, learner, stop_signals)
         else:
             source = in_process(args, mailbox.numpy(), inference, full, stop_signals)
         reporter = Reporter(args, learner, inference, mailbox.numpy(), writer, log)
@@ -1679,7 +1657,7 @@ def train(args: Args, folder: Path) -> int:
 def learn(args: Args, checkpoints: Path, learner: Learner, inference: Inference, actors: Actors | None, source, free: queue.SimpleQueue,
           reporter: Reporter) -> None:  # fmt: skip
     """The learner's loop. However it ends but by a second Ctrl-C, it leaves a checkpoint of the last good weights."""
-    started = saved = milestone = best_saved = time.monotonic()
+    started = saved = best_saved = time.monotonic()
     try:
         for slots in source:
 
@@ -1698,9 +1676,6 @@ def learn(args: Args, checkpoints: Path, learner: Learner, inference: Inference,
             if now - saved >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved = now
-            if args.save_milestones_sec and now - milestone >= args.save_milestones_sec:
-                save_checkpoint(checkpoints / "milestones" / f"{learner.version:09d}_{learner.global_step}.pth", learner)
-                milestone = now
             if now - best_saved >= 30 and reporter.is_best(learner.best_return):
                 learner.best_return = float(np.mean(reporter.returns))
                 save_checkpoint(checkpoints / "best.pth", learner)
