@@ -10,4 +10,4 @@ for seed in 1 2 3; do
         --restart-behavior overwrite
     SF_PYTHON=${SF_PYTHON:-python} "$here/sample_factory.sh" 420 doom_basic "$seed" "$out/sf_$seed"
 done
-python "$here/collect.py" "$here/results/learning_basic.csv" "$out"/ours_? "$out"/sf_?
+python "$here/collect.py" curves "$here/results/learning_basic.csv" "$out"/ours_? "$out"/sf_?

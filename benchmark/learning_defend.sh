@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# The curve of `defend_the_center`, one seed, default flags, 3 million steps; and the soak: memory, file descriptors and /dev/shm once a minute.
+# Machine: 2 cores without a GPU; takes about 70 minutes. Expected: a return of 10 within 3,000,000 steps.
+# Usage: benchmark/learning_defend.sh [FOLDER]
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out=$(realpath -m "${1:-runs/learning_defend}")
+mkdir -p "$out"
+python "$here/../appo_doom.py" --env-id defend_the_center --num-workers 2 --total-timesteps 3000000 --train-dir "$out" --experiment ours_1 &
+run=$!
+echo "minutes,rss_mib,descriptors,shm_kib" > "$here/results/soak.csv"
+for ((minute = 1; ; minute++)); do
+    for _ in $(seq 60); do sleep 1; kill -0 $run 2> /dev/null || break 2; done
+    rss=$(awk '/VmRSS/ {print int($2 / 1024)}' /proc/$run/status)
+    echo "$minute,$rss,$(ls /proc/$run/fd | wc -l),$(du -sk /dev/shm | cut -f1)" >> "$here/results/soak.csv"
+done
+wait $run
+python "$here/collect.py" curves "$here/results/learning_defend.csv" "$out/ours_1"

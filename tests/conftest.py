@@ -1,0 +1,91 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def leftovers() -> tuple[set[int], set[str]]:
+    """Engines that run and shared memory of theirs that exists, whoever made them."""
+    engines = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.path.basename(os.readlink(f"/proc/{pid}/exe")) == "vizdoom":
+                engines.add(int(pid))
+        except OSError:
+            pass
+    return engines, {name for name in os.listdir("/dev/shm") if name.startswith(("ViZDoom", "torch_"))}
+
+
+class Run:
+    """`python appo_doom.py ...` as a user starts it, in a terminal session of its own."""
+
+    def __init__(self, folder: Path, *flags: str, env: dict | None = None, script: Path = ROOT / "appo_doom.py"):
+        self.folder, self.output = folder, folder / f"output_{time.monotonic_ns()}.txt"
+        command = [sys.executable, str(script), "--train-dir", str(folder), *flags]
+        with open(self.output, "w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
+                                            env=os.environ | (env or {}))  # fmt: skip
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, condition, seconds: float = 60, what: str = "the condition"):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.text()}"
+            time.sleep(0.1)
+        raise AssertionError(f"{what} did not come within {seconds} s:\n{self.text()}")
+
+    def wait(self, seconds: float = 60) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"still running after {seconds} s:\n{self.text()}") from None
+
+    def actors(self) -> list[int]:
+        """Process ids of the actors: children of the fork server that lead a session of their own."""
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                parent, session = int(fields[1]), int(fields[3])
+                grandparent = int(Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (OSError, IndexError):
+                continue
+            if session == int(pid) and grandparent == self.process.pid:
+                found.append(int(pid))
+        return sorted(found)
+
+    def engines(self) -> list[int]:
+        sessions = set(self.actors())
+        return [pid for pid in leftovers()[0] if os.getsid(pid) in sessions]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Starts runs; fails the test if one of them leaves a process or shared memory behind."""
+    before, runs = leftovers(), []
+
+    def start(*flags: str, **options) -> Run:
+        runs.append(Run(tmp_path, *flags, **options))
+        return runs[-1]
+
+    yield start
+    for started in runs:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait()
+    deadline = time.monotonic() + 10
+    while (left := [now - then for now, then in zip(leftovers(), before)]) != [set(), set()] and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == [set(), set()], "left behind after 10 seconds"

@@ -1,0 +1,249 @@
+"""V-trace, the loss and the network against slow, direct evaluations. Runs for every file that holds a copy."""
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+VARIANTS = sorted(path.stem for path in Path(__file__).parent.parent.glob("appo_*.py"))
+
+
+@pytest.fixture(params=VARIANTS)
+def appo(request):
+    return importlib.import_module(request.param)
+
+
+def random_case(rng, T, B):
+    first = rng.random((T + 1, B)) < 0.2
+    return dict(
+        ratios=torch.from_numpy(np.exp(rng.normal(0, 1, (T, B)))),
+        values=torch.from_numpy(rng.normal(0, 1, (T + 1, B))),
+        rewards=torch.from_numpy(rng.normal(0, 1, (T, B))),
+        discounts=torch.from_numpy(0.97 * (rng.random((T, B)) > 0.2)),
+        valid=torch.from_numpy(~first[1:]),
+    )
+
+
+def direct_vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam):
+    """Equation 1 of the IMPALA paper, term by term: vs[s] = V[s] + sum over t of (product of discounts and c) * delta[t]."""
+    T, B = rewards.shape
+    vs = values.clone()
+    for b in range(B):
+        for s in range(T):
+            for t in range(s, T):
+                weight = 1.0
+                for i in range(s, t):
+                    weight *= float(discounts[i, b]) * lam * min(c_bar, float(ratios[i, b])) * float(valid[i, b])
+                rho = min(rho_bar, float(ratios[t, b])) * float(valid[t, b])
+                delta = rho * (rewards[t, b] + discounts[t, b] * values[t + 1, b] - values[t, b])
+                vs[s, b] += weight * delta
+    advantages = torch.empty_like(rewards)
+    for t in range(T):
+        advantages[t] = rewards[t] + discounts[t] * (lam * vs[t + 1] + (1 - lam) * values[t + 1]) - values[t]
+    return vs, advantages
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_vtrace_is_the_papers_sum(appo, seed):
+    rng = np.random.default_rng(seed)
+    case = random_case(rng, T=int(rng.integers(1, 12)), B=int(rng.integers(1, 5)))
+    settings = dict(rho_bar=float(rng.uniform(0.5, 2)), c_bar=float(rng.uniform(0.3, 1.5)), lam=float(rng.uniform(0.5, 1)))
+    for got, expected in zip(appo.vtrace(**case, **settings), direct_vtrace(**case, **settings)):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_rho_and_c_are_clipped_apart(appo):
+    rng = np.random.default_rng(0)
+    case = random_case(rng, 6, 3)
+    vs = [appo.vtrace(**case, rho_bar=rho, c_bar=c, lam=1.0)[0] for rho, c in ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))]
+    assert not torch.allclose(vs[0], vs[1]) and not torch.allclose(vs[0], vs[2]) and not torch.allclose(vs[1], vs[2])
+
+
+def test_on_policy_vtrace_is_the_n_step_return(appo):
+    T, gamma = 9, 0.9
+    rewards, values = torch.randn(T, 2, dtype=torch.float64), torch.randn(T + 1, 2, dtype=torch.float64)
+    ones = torch.ones(T, 2, dtype=torch.float64)
+    vs, advantages = appo.vtrace(ones, values, rewards, gamma * ones, ones.bool(), 1.0, 1.0, 1.0)
+    expected = values[T]
+    for t in reversed(range(T)):
+        expected = rewards[t] + gamma * expected
+        torch.testing.assert_close(vs[t], expected)
+        torch.testing.assert_close(advantages[t], expected - values[t])
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.8, 0.95, 1.0])
+def test_on_policy_advantage_is_gae(appo, lam):
+    rng = np.random.default_rng(3)
+    T, B = 20, 4
+    case = random_case(rng, T, B) | dict(ratios=torch.ones(T, B, dtype=torch.float64), valid=torch.ones(T, B, dtype=torch.bool))
+    _, advantages = appo.vtrace(**case, rho_bar=1.0, c_bar=1.0, lam=lam)
+    gae = torch.zeros(B, dtype=torch.float64)
+    for t in reversed(range(T)):
+        delta = case["rewards"][t] + case["discounts"][t] * case["values"][t + 1] - case["values"][t]
+        gae = delta + case["discounts"][t] * lam * gae
+        torch.testing.assert_close(advantages[t], gae)
+
+
+def test_episodes_do_not_leak_into_each_other(appo):
+    """Changing everything after an episode's end changes nothing before it: termination, and truncation with its ignored step."""
+    rng = np.random.default_rng(5)
+    T = 12
+    case = random_case(rng, T, 2)
+    case["discounts"][:], case["valid"][:] = 0.97, True
+    case["discounts"][5, 0] = 0.0  # row 0: action 5 terminates; obs[6] is the last one, action 6 is ignored, obs[7] is first
+    case["valid"][6, :] = False  # row 1: the same with a time limit
+    changed = {name: tensor.clone() for name, tensor in case.items()}
+    changed["rewards"][6:] += 100.0
+    changed["values"][7:] -= 50.0
+    before, after = (appo.vtrace(**x, rho_bar=1.0, c_bar=1.0, lam=0.95) for x in (case, changed))
+    torch.testing.assert_close(before[0][:6], after[0][:6])
+    torch.testing.assert_close(before[1][:6], after[1][:6])
+    assert before[0][6, 1] == case["values"][6, 1], "the true last observation is worth its own value"
+    more = case | dict(values=case["values"].clone())
+    more["values"][6, :] += 1.0  # the value of the last observation matters after a truncation, and only there
+    difference = appo.vtrace(**more, rho_bar=1.0, c_bar=1.0, lam=0.95)[1][5] - before[1][5]
+    torch.testing.assert_close(difference, torch.tensor([0.0, 0.97], dtype=torch.float64))
+
+
+def make_agent(appo, vector=3, heads=(3, 4), **settings):
+    args = appo.Args(hidden_size=32, precision="float32", **settings)
+    torch.manual_seed(0)
+    return args, appo.Agent(appo.Spaces((72, 128, 3), vector, heads), args)
+
+
+def make_batch(appo, agent, T=6, B=4, mask=None):
+    generator = torch.Generator().manual_seed(1)
+    first = torch.rand(T + 1, B, generator=generator) < 0.25
+    mask = ~first[1:] if mask is None else mask
+    heads = [torch.randint(n, (T, B), generator=generator) for n in agent.heads]
+    return appo.Batch(
+        obs=torch.randint(256, (T + 1, B, 72, 128, 3), generator=generator, dtype=torch.uint8),
+        vector=torch.randn(T + 1, B, 3, generator=generator), first=first, rnn_state=torch.randn(B, agent.state_size, generator=generator),
+        actions=torch.stack(heads, -1), logprobs=torch.randn(T, B, generator=generator) - 2, values=torch.randn(T, B, generator=generator),
+        rewards=torch.randn(T, B, generator=generator), terminated=torch.rand(T, B, generator=generator) < 0.1, mask=mask,
+        restarts=[0] + [t for t in range(1, T + 1) if first[t].any()], size=int(mask.sum()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("exploration", ["entropy", "symmetric_kl"])
+def test_loss_against_numpy(appo, exploration):
+    args, agent = make_agent(appo, exploration_loss=exploration, ent_coef=0.1)
+    batch = make_batch(appo, agent)
+    loss, _ = appo.appo_loss(args, agent, batch)
+    with torch.no_grad():
+        logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
+    logprob = entropy = skl = 0
+    for h, head in enumerate(logits[:-1].double().split(agent.heads, -1)):
+        p = torch.softmax(head, -1)
+        u = torch.full_like(p, 1 / p.shape[-1])
+        logprob = logprob + p.log().gather(-1, batch.actions[..., h : h + 1]).squeeze(-1)
+        entropy = entropy - (p * p.log()).sum(-1)
+        skl = skl + 0.5 * ((p * (p / u).log()).sum(-1) + (u * (u / p).log()).sum(-1))
+    ratio = (logprob - batch.logprobs).exp().clamp(0.05, 20)
+    vs, advantage = direct_vtrace(ratio, values.double(), batch.rewards.double(), args.gamma * (~batch.terminated).double(),
+                                  ~batch.first[1:], 1.0, 1.0, 0.95)  # fmt: skip
+    m = batch.mask.numpy()
+    ratio, vs, advantage = ratio.numpy()[m], vs[:-1].numpy()[m], advantage.numpy()[m]
+    advantage = (advantage - advantage.mean()) / advantage.std()
+    policy = -np.minimum(ratio * advantage, np.clip(ratio, 1 / 1.1, 1.1) * advantage).mean()
+    new, old = values[:-1].double().numpy()[m], batch.values.numpy()[m]
+    value = np.maximum((new - vs) ** 2, (old + np.clip(new - old, -0.2, 0.2) - vs) ** 2).mean()
+    explore = -entropy.numpy()[m].mean() if exploration == "entropy" else skl.numpy()[m].mean()
+    assert loss.item() == pytest.approx(policy + 0.5 * value + 0.1 * explore, rel=1e-4)
+
+
+def test_masked_samples_take_no_part(appo):
+    """What stands in samples outside the mask and behind the end of an episode changes neither loss nor gradient."""
+    args, agent = make_agent(appo)
+    batch = make_batch(appo, agent)
+    invalid = ~batch.mask
+    assert invalid.any()
+    changed = batch._replace(
+        rewards=torch.where(invalid, 77.0, batch.rewards), logprobs=torch.where(invalid, -9.0, batch.logprobs),
+        values=torch.where(invalid, 33.0, batch.values), terminated=batch.terminated ^ invalid,
+        actions=torch.where(invalid.unsqueeze(-1), 0, batch.actions),
+    )  # fmt: skip
+    gradients = []
+    for b in (batch, changed):
+        agent.zero_grad()
+        loss, _ = appo.appo_loss(args, agent, b)
+        loss.backward()
+        gradients.append([loss.detach(), *(p.grad.clone() for p in agent.parameters())])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("rnn", ["gru", "lstm", "none"])
+def test_stretches_between_restarts_equal_single_steps(appo, rnn):
+    """The learner's forward over T steps equals acting step by step, and a restart forgets all that was before it."""
+    _, agent = make_agent(appo, rnn_type=rnn)
+    b = make_batch(appo, agent, T=10)
+    with torch.no_grad():
+        logits, values, last = agent(b.obs, b.vector, b.first, b.rnn_state, b.restarts)
+        state = b.rnn_state
+        for t in range(11):
+            one, value, state = agent(b.obs[t : t + 1], b.vector[t : t + 1], b.first[t : t + 1], state, [0])
+            torch.testing.assert_close(one[0], logits[t], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(value[0], values[t], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-4)
+        again = agent(b.obs, b.vector, b.first, b.rnn_state + 1.0, b.restarts)[0]
+    for row in range(b.first.shape[1]):
+        start = int(b.first[:, row].float().argmax()) if b.first[:, row].any() else 11
+        torch.testing.assert_close(again[start:, row], logits[start:, row])
+        if rnn != "none" and start > 0:
+            assert not torch.allclose(again[:start, row], logits[:start, row])
+
+
+def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
+    rng = np.random.default_rng(0)
+    norm, chunks = appo.Normalizer((5,), 255.0), [rng.integers(0, 256, (n, 5)).astype(np.uint8) for n in (7, 1, 30)]
+    valid = [np.ones(7, bool), np.ones(1, bool), rng.random(30) < 0.5]
+    x = torch.from_numpy(chunks[0])
+    torch.testing.assert_close(norm(x), x / 255.0, msg="before its first samples it only scales")
+    for chunk, mask in zip(chunks, valid):
+        norm.update(torch.from_numpy(chunk), torch.from_numpy(mask))
+    norm.update(torch.from_numpy(chunks[0]), torch.zeros(7))  # nothing valid: nothing changes
+    data = np.concatenate([chunk[mask] for chunk, mask in zip(chunks, valid)]) / 255.0
+    np.testing.assert_allclose(norm.mean, data.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(norm.var, data.var(0), rtol=1e-4)
+    expected = np.clip((chunks[2] / 255.0 - data.mean(0)) / np.sqrt(data.var(0) + 1e-5), -5, 5)
+    np.testing.assert_allclose(norm(torch.from_numpy(chunks[2])), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_sampling_follows_the_policy(appo):
+    torch.manual_seed(0)
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.0]]).repeat(40_000, 1)
+    actions, logprob = appo.sample_actions(logits, (3, 2))
+    for h, head in enumerate(logits[0].split((3, 2))):
+        frequency = torch.bincount(actions[:, h], minlength=len(head)) / len(actions)
+        torch.testing.assert_close(frequency, head.softmax(-1), atol=0.01, rtol=0)
+    torch.testing.assert_close(logprob, appo.evaluate_actions(logits, actions, (3, 2))[0])
+    best, _ = appo.sample_actions(logits[:1], (3, 2), deterministic=True)
+    assert best.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("precision, bound", [("float32", 1e-4), ("bfloat16", 0.02)])
+def test_log_ratio_at_lag_zero(appo, precision, bound):
+    """Acting network and learning network of one version: their numerical difference must not look like off-policy data."""
+    torch.manual_seed(0)
+    args = appo.Args(precision=precision)
+    agent = appo.Agent(appo.Spaces((72, 128, 3), 23, (3, 3, 2, 2, 11)), args)
+    T, B = 8, 16
+    obs, vector = torch.randint(256, (T, B, 72, 128, 3), dtype=torch.uint8), torch.randn(T, B, 23)
+    first, state, acted = torch.rand(T, B) < 0.1, torch.zeros(B, agent.state_size), []
+    agent.update_normalizers(obs, vector, torch.ones(T, B, dtype=torch.bool))
+    with torch.inference_mode():
+        for t in range(T):
+            step, logprob = [], []
+            for half in (slice(0, 5), slice(5, B)):  # acting happens in other batch sizes than learning
+                logits, _, new = agent(obs[t : t + 1, half], vector[t : t + 1, half], first[t : t + 1, half], state[half], [0])
+                step.append(logits[0])
+                logprob.append(new)
+            state = torch.cat(logprob)
+            acted.append(torch.cat(step))
+        actions, mu = appo.sample_actions(torch.cat(acted), agent.heads)
+    restarts = [0] + [t for t in range(1, T) if first[t].any()]
+    logits, _, _ = agent(obs, vector, first, torch.zeros(B, agent.state_size), restarts)
+    pi = appo.evaluate_actions(logits.flatten(0, 1), actions, agent.heads)[0]
+    assert (pi - mu).std() < bound

@@ -1,0 +1,169 @@
+"""The scripts as a user runs them: train, stop, resume, evaluate; bad input; the files agree with each other."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import appo_doom
+from edited import ROOT
+
+SMALL = ("--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32", "--device", "cpu")
+TAGS = set(re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", (ROOT / "README.md").read_text(), re.M))
+
+
+def scalars(folder: Path) -> dict[str, list]:
+    found = {}
+    for file in sorted(folder.glob("events*")):
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        for tag in events.Tags()["scalars"]:
+            found.setdefault(tag, []).extend(events.Scalars(tag))
+    return found
+
+
+def test_train_resume_evaluate(run, tmp_path):
+    r = run(*SMALL, "--experiment", "e", "--env-id", "basic", "--train-for-seconds", "14")
+    assert r.wait(90) == 0
+    for expected in ("parameters on cpu", "encoder in float32", "samples (8 rollouts of 8 steps)", "expected lag about", "MiB of shared memory", "frames"):
+        assert expected in r.text()
+    cfg = json.loads((tmp_path / "e" / "cfg.json").read_text())
+    assert cfg["args"]["env_id"] == "basic" and cfg["versions"]["torch"] == torch.__version__
+    found = scalars(tmp_path / "e")
+    assert set(found) == TAGS, "the tags are those of the README's table"
+    for tag, events in found.items():
+        assert all(abs(event.value) < 1e9 for event in events), tag
+    assert max(event.value for event in found["lag/max"]) <= 8, "lag within its bound"
+    assert "frames/s" in (tmp_path / "e" / "log.txt").read_text()
+    first = sorted((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))[-1]
+    before = torch.load(first, weights_only=True)
+    assert found["charts/SPS"][-1].step <= before["global_step"]
+
+    r = run("--experiment", "e", "--train-for-seconds", "3", "--learning-rate", "0.0002")
+    assert r.wait(90) == 0
+    assert f"loaded {first}" in r.text() and "override: learning_rate 0.0001 -> 0.0002" in r.text()
+    assert "2 workers x 4 games" in r.text(), "what was typed the first time still holds"
+    after = torch.load(sorted((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))[-1], weights_only=True)
+    assert after["global_step"] > before["global_step"] and after["version"] > before["version"]
+    assert after["optimizer"]["param_groups"][0]["lr"] == 0.0002
+
+    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--save-video")
+    assert r.wait(90) == 0
+    assert re.search(r"3 episodes, sampled actions, step [\d,]+: return -?[\d.]+ \+- [\d.]+", r.text())
+    import imageio.v2 as imageio
+
+    video = imageio.get_reader(tmp_path / "e" / "video.mp4")
+    frames = [frame for frame in video]
+    assert frames[0].shape == (480, 640, 3) and frames[0].std() > 5 and len(frames) > 5
+    assert any((one != two).any() for one, two in zip(frames, frames[1:]))
+
+    r = run("--experiment", "e", "--env-id", "battle")
+    assert r.wait(30) == 2 and "env_id was basic, now battle" in r.text()
+    r = run("--experiment", "e", "--restart-behavior", "restart", "--num-workers", "0", "--num-envs-per-worker", "2", "--total-timesteps", "100")
+    assert r.wait(60) == 0 and (tmp_path / "e_old0001" / "cfg.json").exists() and "loaded" not in r.text()
+
+
+def test_same_seed_same_weights(run):
+    """--num-workers 0 on a CPU: two runs are the same, another seed is another run."""
+    weights = []
+    for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
+        r = run("--experiment", name, "--num-workers", "0", "--num-envs-per-worker", "4", "--hidden-size", "64", "--seed", seed, "--env-id",
+                "battle", "--device", "cpu", "--total-timesteps", "900")  # fmt: skip
+        assert r.wait(90) == 0
+        path = sorted((r.folder / name / "checkpoints").glob("checkpoint_*"))[-1]
+        weights.append(torch.load(path, weights_only=True))
+    a, b, c = weights
+    assert a["version"] == b["version"] >= 6 and a["global_step"] == b["global_step"]
+    assert all(torch.equal(a["agent"][name], b["agent"][name]) for name in a["agent"])
+    assert not all(torch.equal(a["agent"][name], c["agent"][name]) for name in a["agent"])
+
+
+BAD = {
+    "--env-id battel": r"unknown --env-id battel; did you mean battle",
+    "--num-envs-per-worker 5 --worker-num-splits 2": r"--num-envs-per-worker 5 is not divisible by --worker-num-splits 2",
+    "--batch-size 1000": r"--batch-size 1000 is not a multiple of --rollout 32",
+    "--device cuda:7": r"--device cuda:7 is not there: torch .* sees \d+ CUDA devices",
+    "--device gpu": r"--device gpu is no device",
+    "--gamma 1.5": r"--gamma 1.5 is out of range",
+    "--rollout 0": r"--rollout 0 is out of range",
+    "--learning-rate -1": r"--learning-rate -1.0 is out of range",
+    "--cfg-path nowhere.cfg": r"--cfg-path nowhere.cfg",
+    "--sync --num-workers 2 --batch-size 1056": r"--sync needs whole rollouts of every row",
+    "--evaluate": r"--evaluate needs the name of an --experiment",
+    "--evaluate --experiment nothing": r"there is no experiment in",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_input_gets_one_line(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--device", "cpu", *flags.split()])
+    assert appo_doom.main() == 2
+    error = capsys.readouterr().err
+    assert re.match(f"error: {BAD[flags]}", error) and error.count("\n") == 1
+    assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.rglob("cfg.json"))
+
+
+def test_mistyped_flag():
+    result = subprocess.run([sys.executable, ROOT / "appo_doom.py", "--num-worker", "2"], capture_output=True, text=True)
+    assert result.returncode == 2 and "--num-workers" in result.stderr, "names the nearest"
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+VARIANTS = sorted(ROOT.glob("appo_*.py"))
+
+
+@pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
+def test_every_flag_is_read_and_explained(path):
+    module = tree(path)
+    args = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    names = [node.target.id for node in args.body if isinstance(node, ast.AnnAssign)]
+    docs = [node for node in args.body if isinstance(node, ast.Expr)]
+    assert len(docs) == len(names), "one docstring per field"
+    reads = set()
+    for node in module.body:
+        if node is not args:
+            for attribute in ast.walk(node):
+                if isinstance(attribute, ast.Attribute) and isinstance(attribute.ctx, ast.Load):
+                    reads.add(attribute.attr)
+    assert [name for name in names if name not in reads] == []
+
+
+@pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
+def test_sections_stand_in_order(path):
+    banners = re.findall(r"^# =+\n# (.*)\n# =+$", path.read_text(), re.M)
+    assert banners == ["Args", "Environment", "Mailbox and rollouts", "Agent", "V-trace and the loss", "Actor", "Inference", "Learner",
+                       "Checkpoints", "Evaluate", "Main"]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
+def test_inline_metadata_agrees_with_requirements(path):
+    block = re.search(r"^# /// script\n(.*?)^# ///$", path.read_text(), re.M | re.S).group(1)
+    inline = set(re.findall(r'"([^"]+==[^"]+)"', block))
+    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    required = {line for line in lines if line}
+    assert inline and inline <= required
+
+
+def test_import_is_cheap_and_changes_nothing():
+    code = "import threading, os; before = set(os.listdir('.')); import appo_doom; assert threading.active_count() == 1 and set(os.listdir('.')) == before"
+    subprocess.run([sys.executable, "-B", "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_defaults_are_resolved_without_surprise():
+    args = appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=2))
+    assert (args.batch_size, args.worker_num_splits, args.sync) == (1024, 1, False)
+    assert appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=20)).batch_size == 4096
+    assert appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=72)).batch_size == 8192
+    debug = appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=0, num_envs_per_worker=4))
+    assert debug.sync and debug.batch_size == 4 * 32
+    assert not [field.name for field in fields(args) if field.name in ("num_workers", "batch_size", "worker_num_splits") and getattr(args, field.name) is None]

@@ -1,0 +1,200 @@
+"""The environments, on the installed engine, against Sample Factory's tables."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import vizdoom
+
+import appo_doom
+from appo_doom import SCENARIOS, Args, DoomEnv, UserError, make_envs, spaces_of
+
+# Sample Factory's action heads; see its doom_utils.py
+HEADS = dict(basic=(4,), my_way_home=(3, 3), deadly_corridor=(3, 3, 3, 2), defend_the_center=(3, 2), defend_the_line=(3, 2),
+             health_gathering=(5,), health_gathering_supreme=(5,), battle=(3, 3, 2, 2, 11), battle2=(3, 3, 2, 2, 11), benchmark=(9,))  # fmt: skip
+
+
+@pytest.mark.parametrize("env_id", SCENARIOS)
+def test_every_environment_plays(env_id):
+    env = DoomEnv(env_id, 4)
+    heads = env.action_space.nvec if isinstance(env.action_space, gym.spaces.MultiDiscrete) else [env.action_space.n]
+    assert tuple(heads) == HEADS[env_id]
+    env.action_space.seed(0)
+    observation, _ = env.reset(seed=1)
+    images = []
+    for _ in range(30):
+        assert env.observation_space.contains(observation)
+        images.append(observation["obs"] if isinstance(observation, dict) else observation)
+        observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        assert np.isfinite(reward) and np.isfinite(info["raw_reward"])
+        if terminated or truncated:
+            observation, _ = env.reset()
+    env.close()
+    assert len({image.tobytes() for image in images}) > 5, "the picture moves"
+    assert all(image.std() > 1 for image in images)
+
+
+def test_heads_press_the_right_buttons():
+    env = DoomEnv("battle", 4)
+    pressed = []
+
+    class Game:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def make_action(self, buttons, skip):
+            pressed.append((buttons, skip))
+            return real.make_action(buttons, skip)
+
+    env.reset(seed=0)
+    real, env.game = env.game, Game()
+    for action in ([0, 0, 0, 0, 5], [1, 2, 1, 0, 0], [2, 1, 0, 1, 10]):
+        env.step(np.array(action))
+    env.close()
+    # forward, back, right, left, attack, speed, turn in degrees
+    assert pressed == [([0, 0, 0, 0, 0, 0, 0], 4), ([1, 0, 0, 1, 1, 0, -10], 4), ([0, 1, 1, 0, 0, 1, 10], 4)]
+
+
+def test_the_image_is_the_nearest_neighbour_of_the_screen():
+    env = DoomEnv("basic", 4)
+    image, _ = env.reset(seed=0)
+    screen = env.render()
+    rows, columns = np.arange(72) * 120 // 72, np.arange(128) * 160 // 128
+    np.testing.assert_array_equal(image, screen[rows][:, columns])
+    env.close()
+
+
+def test_time_limit_truncates_with_the_true_last_observation():
+    env = DoomEnv("basic", 4)
+    env.reset(seed=3)
+    for step in range(1, 1000):
+        image, reward, terminated, truncated, info = env.step(0)
+        assert reward == pytest.approx(0.01 * info["raw_reward"])
+        if terminated or truncated:
+            break
+    assert (step, terminated, truncated) == (75, False, True), "300 tics"
+    assert info["raw_reward"] == -4 and image.std() > 1
+    second, _ = env.reset()
+    assert second.std() > 1
+    env.close()
+
+
+def test_death_terminates_with_a_black_observation():
+    env = DoomEnv("defend_the_center", 4)
+    env.reset(seed=3)
+    terminated = truncated = False
+    while not (terminated or truncated):
+        image, _, terminated, truncated, info = env.step(np.array([0, 0]))
+    env.close()
+    assert terminated and not truncated and not image.any() and info["raw_reward"] == -1, "the death penalty"
+
+
+def test_same_seed_same_game():
+    def play():
+        env = DoomEnv("battle", 4)
+        rng = np.random.default_rng(0)
+        images = [env.reset(seed=5)[0]["obs"]]
+        for _ in range(40):
+            observation, *_ = env.step(np.array([rng.integers(n) for n in HEADS["battle"]]))
+            images.append(observation["obs"])
+        env.close()
+        return np.stack(images)
+
+    np.testing.assert_array_equal(play(), play())
+
+
+def test_measurements_and_shaping():
+    env = DoomEnv("battle", 4)
+    observation, _ = env.reset(seed=0)
+    m = observation["measurements"]
+    assert m.shape == (23,) and m[0] == 2, "a pistol"
+    assert m[2] == pytest.approx(100 / 30) and m[4] == 0 and m[6] == pytest.approx(0.2) and 0 < m[1] <= 5
+    env.weapons.extend([2] * 5)
+    state = lambda weapon, ammo, health, kills: np.array([weapon, ammo, health, kills], float)  # noqa: E731
+    held = 0.0002  # pistol
+    assert env.bonus(state(2, 9, 50, 0), state(2, 9, 70, 0)) == pytest.approx(20 * 0.005 + held)
+    assert env.bonus(state(2, 9, 70, 0), state(2, 9, 40, 0)) == pytest.approx(-30 * 0.003 + held)
+    assert env.bonus(state(2, 9, 70, 0), state(2, 0, 70, 0)) == 0, "no ammunition, no bonus"
+    assert env.bonus(state(2, 9, 70, 0), state(4, 9, 70, 0)) == 0, "a weapon just drawn"
+    env.weapons.extend([4] * 5)
+    assert env.bonus(state(4, 9, 70, 0), state(4, 9, 70, 0)) == pytest.approx(5 * held), "of the weapon held, not always of the best"
+    env.close()
+    gathering = DoomEnv("health_gathering", 4)
+    assert gathering.bonus(state(0, 0, 50, 0), state(0, 0, 60, 0)) == 1 and gathering.bonus(state(0, 0, 50, 0), state(0, 0, 40, 0)) == 0
+    gathering.close()
+
+
+def test_kills_are_counted_in_battle():
+    """Turning and shooting at random for a while kills something: the raw reward says so, and so does the measurement."""
+    env = DoomEnv("battle", 4)
+    observation, _ = env.reset(seed=1)
+    rng, kills, reported = np.random.default_rng(0), 0.0, 0.0
+    for _ in range(525):
+        observation, reward, terminated, truncated, info = env.step(np.array([1, 0, 1, 0, rng.integers(11)]))
+        kills += info["raw_reward"]
+        if terminated or truncated:
+            break
+        reported = max(reported, float(observation["measurements"][4]) * 10)
+    env.close()
+    assert kills >= 1 and abs(kills - reported) <= 1
+
+
+def test_vector_environment_resets_on_the_next_step():
+    envs = make_envs(Args(env_id="basic"), 2)
+    assert envs.metadata["autoreset_mode"] == gym.vector.AutoresetMode.NEXT_STEP
+    envs.reset(seed=0)
+    for _ in range(75):
+        observation, reward, terminated, truncated, _ = envs.step(np.zeros(2, int))
+    assert truncated.all() and observation.std() > 1
+    observation, reward, terminated, truncated, info = envs.step(np.ones(2, int))
+    assert not truncated.any() and not terminated.any() and not reward.any() and not np.any(info.get("raw_reward", 0))
+    envs.close()
+
+
+def test_unknown_environment_names_the_nearest():
+    with pytest.raises(UserError, match="battle"):
+        DoomEnv("battel", 4)
+
+
+def test_missing_scenario_file_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(vizdoom, "scenarios_path", str(tmp_path))
+    monkeypatch.setattr(appo_doom.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install"):
+        DoomEnv("battle", 4)
+
+
+def test_own_scenario(tmp_path):
+    cfg = tmp_path / "own.cfg"
+    cfg.write_text(
+        f"doom_scenario_path = {vizdoom.scenarios_path}/basic.wad\ndoom_map = map01\nliving_reward = -1\nepisode_timeout = 80\n"
+        "available_buttons = { MOVE_LEFT MOVE_RIGHT ATTACK TURN_LEFT_RIGHT_DELTA }\nmode = PLAYER\n"
+    )
+    env = DoomEnv("basic", 4, str(cfg))
+    assert tuple(env.action_space.nvec) == (4, 11)
+    env.reset(seed=0)
+    for step in range(1, 100):
+        _, reward, terminated, truncated, _ = env.step(np.array([0, 5]))
+        if terminated or truncated:
+            break
+    env.close()
+    assert truncated and step == 20 and reward == -4
+    with pytest.raises(UserError, match="nowhere.cfg"):
+        DoomEnv("basic", 4, str(tmp_path / "nowhere.cfg"))
+
+
+@pytest.mark.parametrize("space, ok", [
+    (gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), True),
+    (gym.spaces.Box(0, 1, (72, 128, 3), np.float32), False),
+    (gym.spaces.Box(-1, 1, (4,), np.float32), False),
+    (gym.spaces.Dict(a=gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), b=gym.spaces.Box(-1, 1, (4,), np.float32)), True),
+    (gym.spaces.Dict(a=gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), b=gym.spaces.Discrete(3)), False),
+])  # fmt: skip
+def test_unsupported_spaces_are_refused_by_name(space, ok):
+    class Env(gym.Env):
+        observation_space, action_space = space, gym.spaces.Discrete(2)
+
+    envs = gym.vector.SyncVectorEnv([Env], autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+    if ok:
+        assert spaces_of(envs).image == (72, 128, 3)
+    else:
+        with pytest.raises(UserError, match="unsupported observation space"):
+            spaces_of(envs)

@@ -1,0 +1,174 @@
+"""What a run survives, and what it says when it does not. On real ViZDoom, as a user starts it.
+
+The fixture `run` fails every one of these tests when a process or shared memory is left behind.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from edited import ROOT, edited
+
+SMALL = ("--experiment", "e", "--num-workers", "2", "--num-envs-per-worker", "2", "--worker-num-splits", "1", "--rollout", "8",
+         "--batch-size", "32", "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "1000000")  # fmt: skip
+
+
+def checkpoints(run):
+    return sorted((run.folder / "e" / "checkpoints").glob("checkpoint_*.pth"))
+
+
+def steps(run) -> int:
+    found = re.findall(r"step ([\d,]+):", run.text())
+    return int(found[-1].replace(",", "")) if found else 0
+
+
+def training(run):
+    """Waits until actors and games are there and learning has begun."""
+    log = run.folder / "e" / "log.txt"
+    run.wait_for(lambda: log.exists() and len(run.engines()) == 4, what="four engines")
+    time.sleep(3)
+    return run
+
+
+def goes_on(run, then: int) -> None:
+    run.wait_for(lambda: steps(run) > then, 60, "more steps")
+
+
+def stop(run, number=signal.SIGINT) -> str:
+    os.kill(run.process.pid, number)
+    assert run.wait(30) == 130
+    return run.text()
+
+
+def test_actor_killed(run):
+    r = training(run(*SMALL))
+    os.kill(r.actors()[0], signal.SIGKILL)
+    r.wait_for(lambda: "died (exit code -9); starting it again" in r.text(), 30, "the restart")
+    r.wait_for(lambda: len(r.engines()) == 4, 30, "four engines again")
+    goes_on(r, steps(r))
+    assert "1 actors restarted" in stop(r)
+
+
+def test_engine_killed(run):
+    r = training(run(*SMALL))
+    os.kill(r.engines()[0], signal.SIGKILL)
+    r.wait_for(lambda: "starting it again" in r.text(), 30, "the restart")
+    assert "ViZDoom" in r.text(), "the actor's own traceback"
+    r.wait_for(lambda: len(r.engines()) == 4, 30, "four engines again")
+    goes_on(r, steps(r))
+    stop(r)
+
+
+def test_exception_in_step_ends_the_run_with_the_reason_last(run, tmp_path):
+    script = edited(tmp_path, "raises", ("        self.tics += self.frameskip\n", "        self.tics += self.frameskip\n        if self.tics > 100: raise ValueError('no such monster')\n"))  # fmt: skip
+    r = run(*SMALL, script=script)
+    assert r.wait(60) == 1
+    assert "for the third time within a minute" in r.text()
+    assert r.text().strip().splitlines()[-1] == "ValueError: no such monster"
+    assert len(checkpoints(r)) >= 1
+
+
+def test_hang_in_step_is_reported_with_its_stack(run, tmp_path):
+    script = edited(tmp_path, "hangs", ("        self.tics += self.frameskip\n", "        self.tics += self.frameskip\n        if self.tics > 100 and not os.path.exists('hung'): open('hung', 'w'); time.sleep(1000)\n"))  # fmt: skip
+    r = run(*SMALL, "--actor-timeout", "4", script=script)
+    r.wait_for(lambda: "starting it again" in r.text(), 60, "the restart")
+    assert "made no progress for 4 s while stepping" in r.text()
+    assert re.search(r'File ".*hangs.py", line \d+ in step', r.text()), "where it hung"
+    goes_on(r, steps(r))
+    stop(r)
+
+
+def test_engine_hangs_and_main_is_killed(run):
+    """The worst case: an actor waits for ever inside a game, and nobody is left to notice but itself."""
+    r = training(run(*SMALL))
+    for engine in r.engines():
+        os.kill(engine, signal.SIGSTOP)
+    time.sleep(1)
+    r.process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_once_saves(run, number):
+    r = training(run(*SMALL))
+    begin = time.monotonic()
+    assert "stopped: " in stop(r, number)
+    assert time.monotonic() - begin < 10
+    path = checkpoints(r)[-1]
+    assert torch.load(path, weights_only=True)["global_step"] > 0 and not list(path.parent.glob("*.tmp"))
+
+
+def test_ctrl_c_in_a_terminal_reaches_only_the_main_process(run):
+    """A terminal sends the signal to its whole foreground group."""
+    r = training(run(*SMALL))
+    os.killpg(r.process.pid, signal.SIGINT)
+    assert r.wait(30) == 130
+    assert "Traceback" not in r.text() and len(checkpoints(r)) == 1
+
+
+def test_ctrl_c_twice_ends_at_once(run):
+    r = training(run(*SMALL))
+    os.kill(r.process.pid, signal.SIGINT)
+    os.kill(r.process.pid, signal.SIGINT)
+    begin = time.monotonic()
+    assert r.wait(30) != 0
+    assert time.monotonic() - begin < 5
+
+
+def test_ctrl_c_while_games_start(run):
+    r = run(*SMALL)
+    r.wait_for(lambda: len(r.actors()) == 2, what="two actors")
+    stop(r)
+
+
+def test_main_killed(run):
+    training(run(*SMALL)).process.kill()  # the fixture looks for what is left
+
+
+def test_truncated_newest_checkpoint(run):
+    r = run(*SMALL[:-1], "300", "--save-every-sec", "0")
+    assert r.wait(60) == 0
+    newest, before = checkpoints(r)[::-1][:2]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    r = run("--experiment", "e", "--total-timesteps", "600")
+    assert r.wait(60) == 0
+    assert f"warning: {newest} cannot be read" in r.text() and f"loaded {before}" in r.text()
+    assert "override: total_timesteps 300 -> 600" in r.text()
+
+
+def test_non_finite_loss_stops_before_the_weights_are_spoiled(run, tmp_path):
+    script = edited(tmp_path, "nan", ("        return self.observation(), reward, terminated", "        reward = float('nan') if self.tics > 200 else reward\n        return self.observation(), reward, terminated"))  # fmt: skip
+    r = run(*SMALL, script=script)
+    assert r.wait(60) == 1
+    assert r.text().strip().splitlines()[-1].startswith("FloatingPointError: the loss (nan)")
+    content = torch.load(checkpoints(r)[-1], weights_only=True)
+    assert all(torch.isfinite(tensor).all() for tensor in content["agent"].values()) and content["version"] > 0
+
+
+def test_dev_shm_too_small(tmp_path):
+    command = f"mount -t tmpfs -o size=2m tmpfs /dev/shm && exec {sys.executable} {ROOT / 'appo_doom.py'} --train-dir {tmp_path} --num-workers 2"
+    result = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=60)
+    if "unshare" in result.stderr or "mount:" in result.stderr:
+        pytest.skip(f"needs the right to mount: {result.stderr.strip()}")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert re.search(r"error: /dev/shm has 2 MiB free, \d+ MiB are needed", result.stderr)
+
+
+def test_memory_and_descriptors_stay_flat(run):
+    """A short soak: the long one is a benchmark. Descriptors may not grow at all, memory settles after the first updates."""
+
+    def usage() -> tuple[int, int]:
+        pages = int(open(f"/proc/{r.process.pid}/statm").read().split()[1])
+        return len(os.listdir(f"/proc/{r.process.pid}/fd")), pages * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+    r = training(run(*SMALL))
+    time.sleep(5)
+    fds, memory = usage()
+    time.sleep(15)
+    assert usage()[0] <= fds and usage()[1] <= memory + 40
+    stop(r)
