@@ -209,7 +209,7 @@ def cores() -> list[int]:
 def resolve(args: Args) -> Args:
     """Returns a copy of `args` with every None and "auto" replaced by the value that this machine gives. Raises UserError."""
     args = copy.copy(args)
-    lowest = dict(num_workers=0, seed=0, reward_scale=-np.inf)
+    lowest = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf)
     highest = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1)
     for name, value in asdict(args).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -966,12 +966,13 @@ class Actors:
             for s, (_, writer) in enumerate(pipes):
                 self.replies[worker * S + s] = writer
 
-    def reply(self, groups: list[int]) -> None:
-        """Gives the rows of the groups back to their actors."""
+    def reply(self, requests: list[tuple[int, int]]) -> None:
+        """Gives the rows of the requests' groups back to their actors."""
         with self.lock:
-            for group in groups:
-                with contextlib.suppress(OSError):  # a dead actor's pipe; the supervisor will see to it
-                    os.write(self.replies[group].fileno(), b"\0")
+            for group, incarnation in requests:
+                if self.is_current(group, incarnation):
+                    with contextlib.suppress(OSError):  # a dead actor's pipe; the supervisor will see to it
+                        os.write(self.replies[group].fileno(), b"\0")
 
     def wake(self) -> None:
         os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
@@ -1022,9 +1023,9 @@ class Actors:
             self.stopping.set()
             return self.on_failure(RuntimeError(f"{what}, for the third time within a minute\n{last_words.strip()}".strip()))
         self.log(f"{what}; starting it again\n{last_words}".strip())
-        self.incarnations[worker] += 1  # what is left of the old one's requests is dropped from here on
         self.errors[worker].close()
         with self.lock:
+            self.incarnations[worker] += 1  # what is left of the old one's requests is dropped from here on
             for s in range(self.args.worker_num_splits):
                 self.replies[worker * self.args.worker_num_splits + s].close()
         self.start(worker)
@@ -1077,7 +1078,7 @@ class ActingPolicy:
     says who may launch work on it; on CUDA its event says when the work launched last is done. Nobody ever reads half an update."""
 
     def __init__(self, agent: Agent, version: int, device: torch.device):
-        self.copies = [copy.deepcopy(agent).requires_grad_(False) for _ in range(2)]
+        self.copies = [copy.deepcopy(agent).requires_grad_(False).to(device) for _ in range(2)]  # to() packs cuDNN's weights
         self.locks, self.events, self.versions = [threading.Lock(), threading.Lock()], [None, None], [version, version]
         self.current, self.device = 0, device
 
@@ -1143,7 +1144,7 @@ class Inference:
                     waiting += [request for request in REQUEST.iter_unpack(data) if request[0] != WAKE]
                     waiting = [request for request in waiting if actors.is_current(*request)]
                     served = self.serve([group for group, _ in waiting])
-                    actors.reply(served)
+                    actors.reply([request for request in waiting if request[0] in served])
                     waiting = [request for request in waiting if request[0] not in served]
         except BaseException as error:
             self.full.put(error)  # the learner raises it
@@ -1624,8 +1625,10 @@ def train(args: Args, folder: Path) -> int:
             raise KeyboardInterrupt  # the second time: at once, without a checkpoint
         stop_signals.append(number)
 
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # all of the above ran on the default stream, the two threads have streams of their own
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    writer, actors, thread = SummaryWriter(str(folder)), None, None
+    writer, actors, thread = SummaryWriter(str(folder), flush_secs=10), None, None
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items()))
     try:
         if W:
@@ -1697,6 +1700,9 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped at once, without a checkpoint", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
