@@ -53,6 +53,7 @@ import copy
 import ctypes
 import difflib
 import faulthandler
+import fcntl
 import importlib.util
 import json
 import multiprocessing.connection
@@ -69,6 +70,7 @@ import traceback
 from collections import deque
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -209,7 +211,7 @@ def cores() -> list[int]:
 def resolve(args: Args) -> Args:
     """Returns a copy of `args` with every None and "auto" replaced by the value that this machine gives. Raises UserError."""
     args = copy.copy(args)
-    lowest = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf)
+    lowest = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
     highest = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1)
     for name, value in asdict(args).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -221,7 +223,9 @@ def resolve(args: Args) -> Args:
     try:
         device = torch.device(args.device)
     except RuntimeError:
-        raise UserError(f"--device {args.device} is no device; cpu, cuda or cuda:1") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {args.device} is no device for this; cpu, cuda or cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
     if args.precision == "auto":
@@ -241,7 +245,8 @@ def resolve(args: Args) -> Args:
         if args.sync:  # one rollout of every row
             args.batch_size = rows * args.rollout
         else:
-            args.batch_size = min(8192, max(1024, 2 ** round(np.log2(rows * args.rollout / 2)))) // args.rollout * args.rollout
+            power = 2 ** round(np.log2(rows * args.rollout / 2))
+            args.batch_size = max(1, min(8192, max(1024, power)) // args.rollout) * args.rollout
     if args.batch_size < args.rollout or args.batch_size % args.rollout:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
     if args.sync and args.batch_size % (rows * args.rollout):
@@ -307,6 +312,13 @@ def find_wad(name: str) -> str:
         if (folder / name).is_file():
             return str(folder / name)
     raise UserError(f"scenario file {name} not found; it comes with: pip install vizdoom envpool-assets")
+
+
+def unlink_game_files(pid: int) -> None:
+    """Removes the names of the games' shared memory that a process has mapped, and of no other run's."""
+    with contextlib.suppress(OSError):
+        for file in {line.split()[-1] for line in open(f"/proc/{pid}/maps") if "/dev/shm/ViZDoom" in line and "(deleted)" not in line}:
+            os.unlink(file)
 
 
 class DoomEnv(gym.Env):
@@ -387,6 +399,7 @@ class DoomEnv(gym.Env):
         else:
             with contextlib.chdir(tempfile.gettempdir()):  # an engine makes a folder _vizdoom where it is started
                 self.game.init()
+            unlink_game_files(os.getpid())  # both sides have them open; without names they go away with the processes, however those end
             self.running = True
         self.tics, self.weapons = 0, deque(maxlen=5)
         self.read_state()
@@ -526,18 +539,13 @@ class Mailbox:
         self.phase = shared(workers, dtype=torch.uint8)  # .......................... actor      STARTING, STEPPING or WAITING
         self.stepped = shared(workers, dtype=torch.float64)  # ...................... actor      seconds spent stepping so far
 
-    def numpy(self) -> "SimpleMailbox":
+    def numpy(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
-        return SimpleMailbox(**{name: tensor.numpy() for name, tensor in vars(self).items()})
+        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items()})
 
     @staticmethod
     def nbytes(spaces: Spaces, rows: int) -> int:
         return rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64)
-
-
-class SimpleMailbox:
-    def __init__(self, **arrays: np.ndarray):
-        self.__dict__.update(arrays)
 
 
 class Rollouts:
@@ -595,7 +603,7 @@ class Normalizer(nn.Module):
         """x [N, *shape] with weights valid [N]; merges two sets of statistics (Chan, Golub and LeVeque 1979)."""
         weight = valid.float()
         n = weight.sum()
-        if n == 0:
+        if n == 0:  # waits for the device, which the learner has just done anyway
             return
         x = x.float() / self.unit
         flat = x.flatten(1)
@@ -812,7 +820,7 @@ REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; a pipe never 
 WAKE = -1  # "group" of a message that only wakes the inference thread: slots were freed, or the run ends
 
 
-def play(args: Args, worker: int, mailbox: SimpleMailbox, seed: int):
+def play(args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
     """Steps the splits of one worker in turn, for ever. Generator: yields a split's number when its rows of the mailbox are written;
     they belong to inference until the caller, who waits for its actions, asks for that split's next step."""
     per_split = args.num_envs_per_worker // args.worker_num_splits
@@ -893,57 +901,40 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
 
 
 def end_group(group: int) -> None:
-    """Ends every process of a process group but the caller and removes the games' shared memory. The names are read from the
-    processes' own maps: other runs' files look the same."""
-    pids, files = [], set()
+    """Ends an actor, dead or alive, and its games. Games that were just being started still have named shared memory."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
             if os.getpgid(pid) == group:
-                files.update(game_files(pid))
-                pids.append(pid)
-    for pid in pids:
-        if pid != os.getpid():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-    remove(files)
-
-
-def game_files(pid: int) -> set[str]:
-    """The games' shared memory that a process has mapped."""
+                unlink_game_files(pid)
     with contextlib.suppress(OSError):
-        return {line.split()[-1] for line in open(f"/proc/{pid}/maps") if "/dev/shm/ViZDoom" in line and not line.endswith("(deleted)\n")}
-    return set()
-
-
-def remove(files: set[str]) -> None:
-    for file in files:
-        with contextlib.suppress(OSError):
-            os.unlink(file)
+        os.killpg(group, signal.SIGKILL)
 
 
 def end_with_parent() -> None:
     """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
     multiprocessing.connection.wait([mp.parent_process().sentinel])
-    end_group(os.getpgid(0))
-    os._exit(1)
+    end_group(os.getpgid(0))  # ourselves among it
 
 
 class Actors:
     """The actor processes: started, watched by a thread of their own, and replaced when they die or hang."""
 
     def __init__(self, args: Args, mailbox: Mailbox, log, on_failure):
-        self.args, self.mailbox, self.numpy, self.log, self.on_failure = args, mailbox, mailbox.numpy(), log, on_failure
+        self.args, self.shared, self.mailbox, self.log, self.on_failure = args, mailbox, mailbox.numpy(), log, on_failure
         W, S = args.num_workers, args.worker_num_splits
         self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs seconds and memory per actor
         self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "vizdoom", "tyro", "tqdm"])
         self.request_reader, self.request_writer = self.context.Pipe(duplex=False)
-        self.processes, self.errors, self.files = [None] * W, [None] * W, [set() for _ in range(W)]
+        self.processes, self.errors = [None] * W, [None] * W
         self.incarnations, self.replies = [0] * W, [None] * (W * S)
+        self.seen, self.since = [-1] * W, [time.monotonic()] * W  # an actor's progress, and since when it is the same
         self.deaths, self.restarts = [deque(maxlen=3) for _ in range(W)], 0
         self.lock = threading.Lock()  # a reply pipe is not written to while it is replaced
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="supervisor", daemon=True)
-        for worker in range(W):
+
+    def start_all(self) -> None:
+        for worker in range(self.args.num_workers):
             self.start(worker)
         self.thread.start()
 
@@ -953,12 +944,13 @@ class Actors:
         self.errors[worker], errors_writer = self.context.Pipe(duplex=False)
         core = allowed[worker % len(allowed)] if self.args.set_workers_cpu_affinity else None
         seed = int(np.random.SeedSequence([self.args.seed, worker, self.incarnations[worker]]).generate_state(1)[0]) >> 2
-        self.numpy.phase[worker], self.numpy.progress[worker] = STARTING, 0
-        self.processes[worker] = self.context.Process(
+        self.mailbox.phase[worker], self.mailbox.progress[worker] = STARTING, 0
+        process = self.context.Process(
             target=actor, name=f"actor {worker}", daemon=True,
-            args=(self.args, worker, self.incarnations[worker], core, seed, self.mailbox, self.request_writer, [r for r, _ in pipes], errors_writer),
+            args=(self.args, worker, self.incarnations[worker], core, seed, self.shared, self.request_writer, [r for r, _ in pipes], errors_writer),
         )  # fmt: skip
-        self.processes[worker].start()
+        process.start()
+        self.processes[worker] = process
         for reader, _ in pipes:
             reader.close()
         errors_writer.close()
@@ -983,45 +975,49 @@ class Actors:
 
     def watch(self) -> None:
         """The supervisor thread."""
-        W = self.args.num_workers
-        seen, since = np.full(W, -1), np.full(W, time.monotonic())
-        while not self.stopping.is_set():
-            ready = multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=0.5)
-            now = time.monotonic()
-            for worker in range(W):
-                if self.stopping.is_set():
-                    return
-                progress, phase = self.numpy.progress[worker], self.numpy.phase[worker]
-                if progress != seen[worker] or phase == WAITING:  # the clock runs only while the mailbox belongs to the actor
-                    if progress > 0 and not self.files[worker]:
-                        self.files[worker] = game_files(self.processes[worker].pid)
-                    seen[worker], since[worker] = progress, now
-                if self.processes[worker].sentinel in ready:
-                    self.replace(worker, "died")
-                elif now - since[worker] > self.args.actor_timeout:
-                    with contextlib.suppress(OSError):
-                        os.kill(self.processes[worker].pid, signal.SIGUSR1)  # it writes its stack to its errors pipe
-                    time.sleep(0.5)
-                    self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {['starting', 'stepping'][phase]}")
-                else:
-                    continue
-                seen[worker], since[worker] = -1, time.monotonic()
+        try:
+            while not self.stopping.is_set():
+                self.look_after_all()
+        except BaseException as error:
+            self.on_failure(error)
+
+    def look_after_all(self) -> None:
+        ready = multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=0.5)
+        for worker, process in enumerate(self.processes):
+            progress, phase, now = self.mailbox.progress[worker], self.mailbox.phase[worker], time.monotonic()
+            if progress != self.seen[worker] or phase == WAITING:  # the clock runs only while the mailbox belongs to the actor
+                self.seen[worker], self.since[worker] = progress, now
+            if process.sentinel in ready:
+                what = "died"
+            elif now - self.since[worker] > self.args.actor_timeout:
+                what = f"made no progress for {self.args.actor_timeout:.0f} s while {['starting', 'stepping'][phase]}"
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its errors pipe
+                time.sleep(0.5)
+            else:
+                continue
+            if self.stopping.is_set():
+                return
+            self.replace(worker, what)
+            self.seen[worker], self.since[worker] = -1, time.monotonic()
 
     def replace(self, worker: int, what: str) -> None:
         process, last_words = self.processes[worker], ""
-        self.end(worker)
+        end_group(process.pid)
+        process.kill()  # if it died or hung before it had a group of its own
+        process.join(5)
         while self.errors[worker].poll():
             text = os.read(self.errors[worker].fileno(), 65536).decode(errors="replace")
             if not text:
                 break
             last_words += text
-        process.join(5)
         what = f"actor {worker} {what} (exit code {process.exitcode})"
         self.deaths[worker].append(time.monotonic())
         self.restarts += 1
-        if len(self.deaths[worker]) == 3 and time.monotonic() - self.deaths[worker][0] < 60:
+        barren = self.mailbox.progress[worker] <= self.args.worker_num_splits  # it has not made a single step
+        if len(self.deaths[worker]) == 3 and (barren or time.monotonic() - self.deaths[worker][0] < 60):
             self.stopping.set()
-            return self.on_failure(RuntimeError(f"{what}, for the third time within a minute\n{last_words.strip()}".strip()))
+            return self.on_failure(RuntimeError(f"{what}, for the third time\n{last_words.strip()}".strip()))
         self.log(f"{what}; starting it again\n{last_words}".strip())
         self.errors[worker].close()
         with self.lock:
@@ -1030,25 +1026,20 @@ class Actors:
                 self.replies[worker * self.args.worker_num_splits + s].close()
         self.start(worker)
 
-    def end(self, worker: int) -> None:
-        """Ends an actor and its games at once, dead or alive, and removes the games' shared memory."""
-        end_group(self.processes[worker].pid)
-        self.processes[worker].kill()  # if it died or hung before it had a group of its own
-        remove(self.files[worker])
-        self.files[worker] = set()
-
     def stop(self, patience: float = 5.0) -> None:
         """Ends all actors: by closing their pipes, and after `patience` seconds by force."""
         self.stopping.set()
-        self.thread.join()
+        if self.thread.ident:
+            self.thread.join()
         with self.lock:
-            for writer in self.replies:
+            for writer in filter(None, self.replies):
                 writer.close()
         deadline = time.monotonic() + patience
-        for process in self.processes:
+        for process in filter(None, self.processes):
             process.join(max(0.0, deadline - time.monotonic()))
-        for worker in range(len(self.processes)):
-            self.end(worker)
+        for process in filter(None, self.processes):
+            end_group(process.pid)
+            process.kill()
 
 
 # ======================================================================================================================
@@ -1122,10 +1113,10 @@ class Inference:
         if device.type == "cuda":  # pinned, so that copies to the device run beside the host
             for tensor in (mailbox.obs, mailbox.vector):
                 if tensor.numel():
-                    torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+                    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
         self.episodes: deque[tuple[float, float, int]] = deque(maxlen=100_000)  # finished: raw return, trained return, steps
-        self.steps = self.batches = 0  # statistics: rows and batches served, seconds without requests and without free slots
-        self.idle = self.held = 0.0
+        self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served;
+        self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
 
     def run(self, actors: Actors) -> None:
@@ -1176,7 +1167,8 @@ class Inference:
         return True
 
     def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots. Returns rows, times and slots, on the host and on the device."""
+        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times, slots and
+        `first`, on the host and on the device."""
         n, numpy, rollouts, args = self.size, self.numpy, self.rollouts, self.args
         rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
         t, slots = np.repeat([self.t[group] for group in groups], n), np.concatenate([self.slots[group] for group in groups])
@@ -1188,35 +1180,33 @@ class Inference:
         for i, group in enumerate(groups):
             for to, source in ((self.obs, self.mailbox.obs), (self.vector, self.mailbox.vector)):
                 to[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
-        index = torch.from_numpy(np.stack([rows, t, slots])).to(self.device)
+        first = numpy.first[rows]
+        index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
         if self.device.type == "cpu":  # the same through NumPy: 25 times faster for big rows
             rollouts.obs.numpy()[t, slots] = self.obs.numpy()[: len(rows)]
         else:
             rollouts.obs[index[1], index[2]] = self.obs[: len(rows)]
         rollouts.vector[index[1], index[2]] = self.vector[: len(rows)]
-        return (rows, t, slots), index
+        return (rows, t, slots, first), index
 
     def act(self, groups: list[int]) -> None:
-        (rows, t, slots), (d_rows, d_t, d_slots) = self.store(groups)
-        n, rollouts, first = len(rows), self.rollouts, self.numpy.first[rows]
+        (rows, t, slots, first), (d_rows, d_t, d_slots, d_first) = self.store(groups)
+        n, rollouts = len(rows), self.rollouts
         with self.acting.use() as (agent, version):
             state = self.state[d_rows]
-            logits, values, new_state = agent(
-                self.obs[None, :n], self.vector[None, :n], torch.from_numpy(first).to(self.device)[None], state, [0]
-            )
+            logits, values, new_state = agent(self.obs[None, :n], self.vector[None, :n], d_first[None].bool(), state, [0])
             actions, logprobs = sample_actions(logits[0], agent.heads)
             self.state[d_rows] = new_state
             rollouts.actions[d_t, d_slots], rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = actions, logprobs, values[0]
-            if (begin := np.flatnonzero(t == 0)).size:
-                begin = torch.from_numpy(begin).to(self.device)
-                rollouts.rnn_state[d_slots[begin]] = state[begin]
+            rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
         rollouts.versions[t, slots] = version
         self.numpy.action[rows] = actions.cpu().numpy()  # the one place where inference waits for the device: actors need the actions
         for row in rows[first & (self.numpy.episode_length[rows] > 0)]:
             self.episodes.append((self.numpy.episode_return[row], self.numpy.episode_trained[row], self.numpy.episode_length[row]))
         for group in groups:
             self.t[group] += 1
-        self.steps += n
+        self.served += n
+        self.steps += n - int(first.sum())
         self.batches += 1
 
 
@@ -1253,7 +1243,7 @@ class Learner:
 
     def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
         """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
-        r, d_slots = self.rollouts, torch.from_numpy(slots).to(self.device)
+        r, d_slots = self.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
         for name, out in self.buffer.items():
             if self.device.type == "cpu":
                 np.take(getattr(r, name).numpy(), slots, axis=1, out=out.numpy(), mode="clip")
@@ -1262,7 +1252,7 @@ class Learner:
         first, valid, lag = r.first[:, slots], ~r.first[1:, slots], self.version - r.versions[:, slots]
         restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
         host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=valid & (lag < self.args.max_policy_lag))
-        device = {name: torch.from_numpy(array).to(self.device) for name, array in host.items()}
+        device = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
         batch = Batch(**self.buffer, rnn_state=r.rnn_state[d_slots], **device, restarts=restarts, size=int(host["mask"].sum()))
         return batch, lag[valid]
 
@@ -1326,20 +1316,22 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
 
 def save_latest(folder: Path, learner: Learner, keep: int) -> None:
     save_checkpoint(folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth", learner)
-    for old in sorted(folder.glob("checkpoint_*.pth"))[:-keep]:
+    for old in sorted(folder.glob("checkpoint_*.pth"), key=os.path.getmtime)[:-keep]:
         old.unlink()
 
 
-def load_checkpoint(folder: Path, kind: str, device: torch.device, log) -> dict | None:
-    """The newest (or best) checkpoint that can be read; None where there is none."""
-    paths = sorted(folder.glob("checkpoint_*.pth"), reverse=True) if kind == "latest" else [folder / "best.pth"]
+def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
+    """The newest (or best) checkpoint that can be read, on the CPU; None where there is none."""
+    paths = sorted(folder.glob("checkpoint_*.pth" if kind == "latest" else "best.pth"), reverse=True)
     for path in paths:
         try:
-            checkpoint = torch.load(path, map_location=device, weights_only=True)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             log(f"loaded {path}")
             return checkpoint
         except Exception as error:
-            log(f"warning: {path} cannot be read ({str(error).splitlines()[0]}); trying the one before")
+            log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
+    if paths:  # a fresh start would in time delete them
+        raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
     return None
 
 
@@ -1351,11 +1343,13 @@ def load_checkpoint(folder: Path, kind: str, device: torch.device, log) -> dict 
 @torch.inference_mode()
 def evaluate(args: Args, folder: Path) -> list[float]:
     """Plays `eval_episodes` episodes with a checkpoint; prints and returns their raw returns."""
+    if args.save_video:
+        import imageio.v2 as imageio
     device = torch.device(args.device)
     count = min(args.eval_episodes, 16)
     envs = make_envs(args, count)
     spaces = spaces_of(envs)
-    checkpoint = load_checkpoint(folder / "checkpoints", args.load_checkpoint_kind, device, print)
+    checkpoint = load_checkpoint(folder / "checkpoints", args.load_checkpoint_kind, print)
     if checkpoint is None:
         raise UserError(f"no {args.load_checkpoint_kind} checkpoint in {folder / 'checkpoints'}")
     agent = Agent(spaces, args).to(device)
@@ -1368,7 +1362,7 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     with tqdm(total=count * per_env, desc="episodes", disable=None) as bar:
         while any(len(finished) < per_env for finished in returns):
             if args.save_video and len(returns[0]) < min(3, per_env):
-                frames.append(envs.envs[0].render().repeat(4, 0).repeat(4, 1))
+                frames.append(envs.envs[0].render().copy())
             image, vector = split_observation(observation)
             vector = np.zeros((count, 0), np.float32) if vector is None else vector
             tensors = [torch.from_numpy(array).to(device)[None] for array in (image, vector, first)]
@@ -1388,9 +1382,9 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     print(f"{len(flat)} episodes, {how} actions, step {checkpoint['global_step']:,}: return {np.mean(flat):.2f} +- {np.std(flat):.2f} "
           f"(standard deviation), from {min(flat):.2f} to {max(flat):.2f}")  # fmt: skip
     if args.save_video:
-        import imageio.v2 as imageio
-
-        imageio.mimwrite(folder / "video.mp4", frames, fps=35 / args.frameskip, macro_block_size=8)
+        with imageio.get_writer(folder / "video.mp4", fps=35 / args.frameskip) as video:  # the game runs at 35 tics/s
+            for frame in frames:
+                video.append_data(frame.repeat(4, 0).repeat(4, 1))
         print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
     return flat
 
@@ -1400,40 +1394,40 @@ def evaluate(args: Args, folder: Path) -> list[float]:
 # ======================================================================================================================
 
 
+SESSION = ("train_for_seconds", "restart_behavior", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video")
+
+
 def parse_args() -> tuple[Args, Path]:
-    """Command line -> resolved args and the run's folder. An existing experiment's cfg.json is loaded; flags typed now override it."""
+    """Command line -> args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
     args = tyro.cli(Args)
-    if args.experiment is None:
-        if args.evaluate:
-            raise UserError("--evaluate needs the name of an --experiment")
-        args.experiment = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    folder = Path(args.train_dir) / args.experiment
-    saved = folder / "cfg.json"
-    if not saved.exists():
-        if args.evaluate:
-            raise UserError(f"there is no experiment in {folder}")
-        return resolve(args), folder
-    if not args.evaluate and args.restart_behavior != "resume":
-        if args.restart_behavior == "overwrite":
-            shutil.rmtree(folder)
-        else:
-            aside = next(path for i in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}_old{i:04d}")).exists())
-            folder.rename(aside)
-            print(f"put {folder} aside as {aside}")
-        return resolve(args), folder
-    cfg = json.loads(saved.read_text())["args"]
-    old = Args(**{field.name: cfg[field.name] for field in fields(Args) if field.name in cfg})
-    new = tyro.cli(Args, default=old)
-    new.experiment, new.train_dir = args.experiment, args.train_dir
-    changed = {name: (value, getattr(new, name)) for name, value in asdict(old).items() if getattr(new, name) != value}
-    for name in ("experiment", "train_dir", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video"):
-        changed.pop(name, None)
-    fixed = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")
-    if wrong := [f"{name} was {changed[name][0]}, now {changed[name][1]}" for name in fixed if name in changed]:
-        raise UserError(f"{folder} holds another environment or network: {'; '.join(wrong)}. Choose another --experiment")
-    for name, (was, now) in changed.items():
-        print(f"override: {name} {was} -> {now}")
-    return resolve(new), folder
+    if args.experiment is None and args.evaluate:
+        raise UserError("--evaluate needs the name of an --experiment")
+    experiment = args.experiment or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    folder = Path(args.train_dir) / experiment
+    if args.evaluate and not (folder / "cfg.json").exists():
+        raise UserError(f"there is no experiment in {folder}")
+    if (folder / "cfg.json").exists() and (args.evaluate or args.restart_behavior == "resume"):
+        saved = json.loads((folder / "cfg.json").read_text())["args"]
+        old = Args(**{field.name: saved[field.name] for field in fields(Args) if field.name in saved and field.name not in SESSION})
+        args = tyro.cli(Args, default=old)
+        changed = {name: (was, now) for name, was in asdict(old).items() if (now := getattr(args, name)) != was and name not in SESSION}
+        fixed = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")
+        if wrong := [f"{name} was {changed[name][0]}, now {changed[name][1]}" for name in fixed if name in changed]:
+            raise UserError(f"{folder} holds another environment or network: {'; '.join(wrong)}. Choose another --experiment")
+        for name, (was, now) in changed.items():
+            print(f"override: {name} {was} -> {now}")
+    args.experiment = experiment
+    args.cfg_path = args.cfg_path and os.path.abspath(args.cfg_path)
+    return args, folder
+
+
+def put_aside(folder: Path, how: str) -> None:
+    """--restart-behavior restart (kept under another name) or overwrite (deleted)."""
+    if how == "overwrite":
+        return shutil.rmtree(folder)
+    aside = next(path for i in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}_old{i:04d}")).exists())
+    folder.rename(aside)
+    print(f"put {folder} aside as {aside}")
 
 
 GAME_SHARED_MEMORY = 3 * 2**20  # bytes; an engine's file is 10 MiB long and sparse, at 160x120 at most 2.8 MiB of it were seen in use
@@ -1457,7 +1451,7 @@ def check_shared_memory(needed: int) -> None:
 class Reporter:
     """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report."""
 
-    def __init__(self, args: Args, learner: Learner, inference: Inference, mailbox: SimpleMailbox, writer, log):
+    def __init__(self, args: Args, learner: Learner, inference: Inference, mailbox: SimpleNamespace, writer, log):
         self.args, self.learner, self.inference, self.mailbox, self.writer, self.log = args, learner, inference, mailbox, writer, log
         self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps", unit_scale=True,
                         dynamic_ncols=True, disable=None)  # fmt: skip
@@ -1467,7 +1461,7 @@ class Reporter:
 
     def counters(self) -> dict[str, float]:
         i = self.inference
-        return dict(time=time.monotonic(), step=self.learner.global_step, sampled=i.steps, served=i.batches, idle=i.idle, held=i.held,
+        return dict(time=time.monotonic(), step=self.learner.global_step, sampled=i.steps, served=i.served, batches=i.batches, idle=i.idle, held=i.held,
                     waited=self.learner.waited, learned=self.learner.learned, stepped=float(self.mailbox.stepped.mean()))  # fmt: skip
 
     def update(self, metrics: dict[str, float]) -> None:
@@ -1479,7 +1473,8 @@ class Reporter:
             self.report({name: now[name] - self.last[name] for name in now}, seconds)
             self.last = now
         self.bar.n = self.learner.global_step
-        self.bar.set_postfix_str(self.text)
+        self.bar.set_postfix_str(self.text, refresh=False)
+        self.bar.update(0)
 
     def report(self, change: dict[str, float], seconds: float) -> None:
         while self.inference.episodes:
@@ -1495,7 +1490,7 @@ class Reporter:
             "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
             "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots;
             "stats/actor_step": change["stepped"] / seconds,  # actors step their games
-            "stats/inference_batch": change["sampled"] / max(1, change["served"]),  # rows served together
+            "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
             "stats/skipped_batches": self.learner.skipped,
         }
         if self.returns:
@@ -1517,7 +1512,7 @@ class Reporter:
         return len(self.returns) == self.returns.maxlen and np.mean(self.returns) > best_return
 
 
-def wait_for_games(args: Args, rows: int, mailbox: SimpleMailbox, full: queue.SimpleQueue, stop_signals: list[int]) -> None:
+def wait_for_games(args: Args, rows: int, mailbox: SimpleNamespace, full: queue.SimpleQueue, stop_signals: list[int]) -> None:
     """Returns when every game has been started or the user stops the run; raises what ends an actor for good."""
     per_split = args.num_envs_per_worker // args.worker_num_splits
     with tqdm(total=rows, desc="starting games", disable=None) as bar:
@@ -1550,7 +1545,7 @@ def from_actors(full: queue.SimpleQueue, count: int, learner: Learner, stop_sign
         slots.extend(more)
 
 
-def in_process(args: Args, mailbox: SimpleMailbox, inference: Inference, full: queue.SimpleQueue, stop_signals: list[int]):
+def in_process(args: Args, mailbox: SimpleNamespace, inference: Inference, full: queue.SimpleQueue, stop_signals: list[int]):
     """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, one after the other."""
     count, waiting, slots = args.batch_size // args.rollout, [], []
     for split in play(args, 0, mailbox, args.seed):
@@ -1567,13 +1562,16 @@ def in_process(args: Args, mailbox: SimpleMailbox, inference: Inference, full: q
             return
 
 
-def train(args: Args, folder: Path) -> int:
-    """Returns the exit code: 0, or 130 when the run was stopped by a signal."""
+def train(typed: Args, folder: Path) -> int:
+    """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
+    args = resolve(typed)
     device = torch.device(args.device)
     if device.type == "cpu":
         keep_freed_memory()
+    else:
+        torch.cuda.set_device(device)
     torch.manual_seed(args.seed)
     probe = make_envs(args, 1)  # for its spaces; starts no game
     spaces = spaces_of(probe)
@@ -1582,11 +1580,15 @@ def train(args: Args, folder: Path) -> int:
     rows = max(1, W) * args.num_envs_per_worker
     check_shared_memory(Mailbox.nbytes(spaces, rows) + rows * GAME_SHARED_MEMORY)
 
+    if folder.exists() and args.restart_behavior != "resume":
+        put_aside(folder, args.restart_behavior)
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
-    for leftover in checkpoints.glob("*.tmp"):
-        leftover.unlink()
     log_file = open(folder / "log.txt", "a", buffering=1)
+    try:
+        fcntl.flock(log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"another run is using {folder}") from None
 
     def log(text: str, show: bool = True) -> None:
         log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
@@ -1594,24 +1596,27 @@ def train(args: Args, folder: Path) -> int:
             tqdm.write(text)
 
     agent = Agent(spaces, args).to(device)
-    slots = rows + args.max_batches_ahead * B
-    if args.sync:  # every rollout of an iteration, and with num_workers 0 one thread that must never wait for itself
-        slots = max(slots, B, 2 * rows)
+    # Room for what is being filled and what waits. One thread (num_workers 0) must never wait for itself: two slots a row at least.
+    slots = rows + max(args.max_batches_ahead * B, B if B > rows or args.sync else 0, rows if W == 0 else 0)
     rollouts = Rollouts(spaces, T, slots, agent.state_size, device)
-    checkpoint = load_checkpoint(checkpoints, "latest", device, log)
+    checkpoint = load_checkpoint(checkpoints, "latest", log)
     if checkpoint:
         agent.load_state_dict(checkpoint["agent"])
     acting = ActingPolicy(agent, checkpoint["version"] if checkpoint else 0, device)
     learner = Learner(args, agent, rollouts, acting, device)
     if checkpoint:
         learner.load(checkpoint)
+        if learner.global_step >= args.total_timesteps:
+            raise UserError(f"{folder} has its {learner.global_step:,} steps already; go on with a larger --total-timesteps")
     mailbox = Mailbox(spaces, rows, max(1, W))
     full, free, stop_signals = queue.SimpleQueue(), queue.SimpleQueue(), []
     free.put((np.arange(slots), None))
     inference = Inference(args, mailbox, rollouts, acting, device, full, free)
 
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", "vizdoom")}
-    (folder / "cfg.json").write_text(json.dumps(dict(args=asdict(args), versions=software, command=sys.argv), indent=2))
+    cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)  # a resumed run resolves anew
+    (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
+    os.replace(folder / "cfg.tmp", folder / "cfg.json")
     lag = 0.0 if args.sync else rows / (2 * B) + args.max_batches_ahead
     log(f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device}, encoder in {args.precision}, "
         f"{args.learner_threads} + {args.inference_threads} threads for learning and inference\n"
@@ -1633,6 +1638,7 @@ def train(args: Args, folder: Path) -> int:
     try:
         if W:
             actors = Actors(args, mailbox, log, on_failure=full.put)
+            actors.start_all()
             wait_for_games(args, rows, mailbox.numpy(), full, stop_signals)
             thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
             thread.start()
@@ -1643,6 +1649,8 @@ def train(args: Args, folder: Path) -> int:
         with own_stream(device, args.learner_threads), reporter.bar:
             learn(args, checkpoints, learner, inference, actors, source, free, reporter)
     finally:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds, and what interrupts it would leave games behind
         if thread:
             inference.stopping = True
             actors.wake()
@@ -1694,7 +1702,7 @@ def main() -> int:
     try:
         args, folder = parse_args()
         if args.evaluate:
-            evaluate(args, folder)
+            evaluate(resolve(args), folder)
             return 0
         return train(args, folder)
     except UserError as error:

@@ -89,10 +89,8 @@ def bare(options: Options, games: int) -> float:
     rate = 4 * (sum(int(counter) for counter in counters) - before) / (time.perf_counter() - start)
     for worker in workers:
         group = [worker.pid] + [int(pid) for pid in Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()]
-        files = set().union(*(appo.game_files(pid) for pid in group))
         for pid in group:
             os.kill(pid, 9)
-        appo.remove(files)
     return rate
 
 
@@ -121,6 +119,7 @@ def random_pipeline(options: Options, games: int) -> float:
     free.put((np.arange(3 * rows), None))
     inference = appo.Inference(args, mailbox, rollouts, acting, device, full, free)
     actors = appo.Actors(args, mailbox, lambda text, show=True: print(text), full.put)
+    actors.start_all()
     thread = threading.Thread(target=inference.run, args=(actors,))
     thread.start()
 

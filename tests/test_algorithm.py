@@ -233,7 +233,7 @@ def test_log_ratio_at_lag_zero(appo, precision, bound):
     obs, vector = torch.randint(256, (T, B, 72, 128, 3), dtype=torch.uint8), torch.randn(T, B, 23)
     first, state, acted = torch.rand(T, B) < 0.1, torch.zeros(B, agent.state_size), []
     agent.update_normalizers(obs, vector, torch.ones(T, B, dtype=torch.bool))
-    with torch.inference_mode():
+    with torch.no_grad():
         for t in range(T):
             step, logprob = [], []
             for half in (slice(0, 5), slice(5, B)):  # acting happens in other batch sizes than learning

@@ -34,7 +34,7 @@ def test_train_resume_evaluate(run, tmp_path):
     for expected in ("parameters on cpu", "encoder in float32", "samples (8 rollouts of 8 steps)", "expected lag about", "MiB of shared memory", "frames"):
         assert expected in r.text()
     cfg = json.loads((tmp_path / "e" / "cfg.json").read_text())
-    assert cfg["args"]["env_id"] == "basic" and cfg["versions"]["torch"] == torch.__version__
+    assert cfg["args"]["batch_size"] == 64 and cfg["resolved"]["precision"] == "float32" and cfg["versions"]["torch"] == torch.__version__
     found = scalars(tmp_path / "e")
     assert set(found) == TAGS, "the tags are those of the README's table"
     for tag, events in found.items():
@@ -89,7 +89,7 @@ BAD = {
     "--num-envs-per-worker 5 --worker-num-splits 2": r"--num-envs-per-worker 5 is not divisible by --worker-num-splits 2",
     "--batch-size 1000": r"--batch-size 1000 is not a multiple of --rollout 32",
     "--device cuda:7": r"--device cuda:7 is not there: torch .* sees \d+ CUDA devices",
-    "--device gpu": r"--device gpu is no device",
+    "--device gpu": r"--device gpu is no device for this",
     "--gamma 1.5": r"--gamma 1.5 is out of range",
     "--rollout 0": r"--rollout 0 is out of range",
     "--learning-rate -1": r"--learning-rate -1.0 is out of range",

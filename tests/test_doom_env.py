@@ -1,5 +1,7 @@
 """The environments, on the installed engine, against Sample Factory's tables."""
 
+import shutil
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -104,7 +106,8 @@ def test_same_seed_same_game():
 
 def test_measurements_and_shaping():
     env = DoomEnv("battle", 4)
-    observation, _ = env.reset(seed=0)
+    env.reset(seed=0)
+    observation, *_ = env.step(np.array([0, 0, 0, 0, 5]))  # the weapon is drawn on the first tic
     m = observation["measurements"]
     assert m.shape == (23,) and m[0] == 2, "a pistol"
     assert m[2] == pytest.approx(100 / 30) and m[4] == 0 and m[6] == pytest.approx(0.2) and 0 < m[1] <= 5
@@ -124,18 +127,22 @@ def test_measurements_and_shaping():
 
 
 def test_kills_are_counted_in_battle():
-    """Turning and shooting at random for a while kills something: the raw reward says so, and so does the measurement."""
+    """Random play kills something within a few episodes: the raw reward says so, and so does the measurement."""
     env = DoomEnv("battle", 4)
-    observation, _ = env.reset(seed=1)
     rng, kills, reported = np.random.default_rng(0), 0.0, 0.0
-    for _ in range(525):
-        observation, reward, terminated, truncated, info = env.step(np.array([1, 0, 1, 0, rng.integers(11)]))
-        kills += info["raw_reward"]
-        if terminated or truncated:
+    for episode in range(8):
+        env.reset(seed=episode)
+        kills, terminated, truncated = 0.0, False, False
+        while not (terminated or truncated):
+            observation, _, terminated, truncated, info = env.step(np.array([rng.integers(n) for n in HEADS["battle"]]))
+            kills += info["raw_reward"]
+            if not terminated:
+                reported = float(observation["measurements"][4]) * 10
+                assert reported == pytest.approx(kills)
+        if kills:
             break
-        reported = max(reported, float(observation["measurements"][4]) * 10)
     env.close()
-    assert kills >= 1 and abs(kills - reported) <= 1
+    assert kills >= 1
 
 
 def test_vector_environment_resets_on_the_next_step():
@@ -164,8 +171,9 @@ def test_missing_scenario_file_says_how_to_get_it(monkeypatch, tmp_path):
 
 def test_own_scenario(tmp_path):
     cfg = tmp_path / "own.cfg"
+    shutil.copy(f"{vizdoom.scenarios_path}/basic.wad", tmp_path)  # paths in a cfg are relative to it
     cfg.write_text(
-        f"doom_scenario_path = {vizdoom.scenarios_path}/basic.wad\ndoom_map = map01\nliving_reward = -1\nepisode_timeout = 80\n"
+        "doom_scenario_path = basic.wad\ndoom_map = map01\nliving_reward = -1\nepisode_timeout = 80\n"
         "available_buttons = { MOVE_LEFT MOVE_RIGHT ATTACK TURN_LEFT_RIGHT_DELTA }\nmode = PLAYER\n"
     )
     env = DoomEnv("basic", 4, str(cfg))

@@ -69,7 +69,7 @@ def test_exception_in_step_ends_the_run_with_the_reason_last(run, tmp_path):
     script = edited(tmp_path, "raises", ("        self.tics += self.frameskip\n", "        self.tics += self.frameskip\n        if self.tics > 100: raise ValueError('no such monster')\n"))  # fmt: skip
     r = run(*SMALL, script=script)
     assert r.wait(60) == 1
-    assert "for the third time within a minute" in r.text()
+    assert "for the third time" in r.text()
     assert r.text().strip().splitlines()[-1] == "ValueError: no such monster"
     assert len(checkpoints(r)) >= 1
 

@@ -65,6 +65,7 @@ class Pipeline:
 
     def __enter__(self):
         self.actors = self.appo.Actors(self.args, self.mailbox, lambda text, show=True: self.log.append(text), self.full.put)
+        self.actors.start_all()
         self.thread = threading.Thread(target=self.inference.run, args=(self.actors,))
         self.thread.start()
         return self
@@ -84,7 +85,7 @@ class Pipeline:
         slots, _ = item
         content = []
         for slot in slots:
-            fields = {name: np.array(field[:, slot]) for name, field in vars(self.rollouts).items() if name != "rnn_state"}
+            fields = {name: np.array(np.asarray(field)[:, slot]) for name, field in vars(self.rollouts).items() if name != "rnn_state"}
             content.append(fields | dict(rnn_state=self.rollouts.rnn_state[slot].clone(), slot=slot))
         self.free.put((slots, None))
         self.actors.wake()
@@ -207,10 +208,10 @@ def test_a_killed_actor_breaks_one_transition_and_no_more(appo):
 def test_sync_has_no_lag(appo, workers, splits, rollouts_per_row, tmp_path):
     """The real `train` with --sync: every sample of an iteration is by the newest version, and all rows have the same share."""
     rows = max(1, workers) * 4
-    args = appo.resolve(appo.Args(
+    args = appo.Args(
         num_workers=workers, num_envs_per_worker=4, worker_num_splits=splits, rollout=5, batch_size=rows * 5 * rollouts_per_row, hidden_size=32,
         sync=True, device="cpu", total_timesteps=600, train_dir=str(tmp_path),
-    ))  # fmt: skip
+    )  # fmt: skip
     seen, iterate = [], appo.Learner.iterate
 
     def spy(self, slots, release):
