@@ -50,7 +50,9 @@ def read(folder: Path):
 
 def machine() -> dict[str, str]:
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     import torch
 
     return dict(cpu=cpu[1] if cpu else platform.processor(), cores=len(os.sched_getaffinity(0)), isa=torch.backends.cpu.get_cpu_capability(),
@@ -74,12 +76,18 @@ def main() -> None:
     for folder in folders:
         points = [point for point in read(folder) if point[0] >= 20]
         (begin, first, _), (end, last, _) = points[0], points[-1]
-        rates[folder.name] = dict(frames_per_second=round(4 * (last - first) / (end - begin)), window_seconds=round(end - begin))
+        rates[folder.name] = dict(
+            frames_per_second=round(4 * (last - first) / (end - begin)), window_seconds=round(end - begin)
+        )
     systems = {}
     for name, rate in rates.items():
         systems.setdefault(name.rsplit("_", 1)[0], []).append(rate["frames_per_second"])
     medians = {name: statistics.median(values) for name, values in systems.items()}
-    ratios = {f"{name} / sf": round(value / medians["sf"], 2) for name, value in medians.items() if name != "sf" and "sf" in medians}
+    ratios = {
+        f"{name} / sf": round(value / medians["sf"], 2)
+        for name, value in medians.items()
+        if name != "sf" and "sf" in medians
+    }
     out.write_text(json.dumps(dict(machine=machine(), medians=medians, ratios=ratios, runs=rates), indent=2) + "\n")
     print(json.dumps(dict(medians=medians, ratios=ratios)))
 

@@ -77,7 +77,9 @@ def bare(options: Options, games: int) -> float:
     counters = [torch.zeros(1, dtype=torch.int64).share_memory_() for _ in range(options.num_workers)]
     barrier = context.Barrier(options.num_workers + 1)
     workers = [
-        context.Process(target=bare_worker, args=(options.env_id, games, cores[w % len(cores)], counters[w], barrier), daemon=True)
+        context.Process(
+            target=bare_worker, args=(options.env_id, games, cores[w % len(cores)], counters[w], barrier), daemon=True
+        )
         for w in range(options.num_workers)
     ]
     for worker in workers:
@@ -88,7 +90,9 @@ def bare(options: Options, games: int) -> float:
     time.sleep(options.seconds)
     rate = 4 * (sum(int(counter) for counter in counters) - before) / (time.perf_counter() - start)
     for worker in workers:
-        group = [worker.pid] + [int(pid) for pid in Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()]
+        group = [worker.pid] + [
+            int(pid) for pid in Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+        ]
         for pid in group:
             os.kill(pid, 9)
     return rate
@@ -114,7 +118,10 @@ def random_pipeline(options: Options, games: int) -> float:
     envs.close()
     rows, device = args.num_workers * games, torch.device("cpu")
     acting = appo.ActingPolicy(RandomAgent(spaces.heads), 0, device)
-    rollouts, mailbox = appo.Rollouts(spaces, args.rollout, 3 * rows, 0, device), appo.Mailbox(spaces, rows, args.num_workers)
+    rollouts, mailbox = (
+        appo.Rollouts(spaces, args.rollout, 3 * rows, 0, device),
+        appo.Mailbox(spaces, rows, args.num_workers),
+    )
     full, free = queue.SimpleQueue(), queue.SimpleQueue()
     free.put((np.arange(3 * rows), None))
     inference = appo.Inference(args, mailbox, rollouts, acting, device, full, free)
@@ -173,9 +180,16 @@ def network(options: Options) -> dict[str, float]:
 
     with torch.inference_mode():
         for n in (8, 16, 32, 64):
-            inputs = rollouts.obs[:1, :n].contiguous(), rollouts.vector[:1, :n], torch.zeros(1, n, dtype=torch.bool), torch.zeros(n, agent.state_size)
+            inputs = (
+                rollouts.obs[:1, :n].contiguous(),
+                rollouts.vector[:1, :n],
+                torch.zeros(1, n, dtype=torch.bool),
+                torch.zeros(n, agent.state_size),
+            )
             result[f"inference, batch {n}"] = median(30, lambda: agent(*inputs, [0])) / n
-    result["learning, batch 1024"] = median(8, lambda: learner.iterate(np.random.permutation(64)[:32], lambda event: None)) / 1024
+    result["learning, batch 1024"] = (
+        median(8, lambda: learner.iterate(np.random.permutation(64)[:32], lambda event: None)) / 1024
+    )
     return result
 
 
@@ -199,7 +213,9 @@ def main() -> None:
         simulate = 1000 * options.num_workers * 4 / result["frames_per_second"][games[0]]["bare"]
         total = simulate + times["inference, batch 16"] + times["learning, batch 1024"]
         result["bound_frames_per_second"] = round(len(appo.cores()) * 4 * 1000 / total)
-        print(f"{times}\nsimulation {simulate:.3f} ms; bound of {len(appo.cores())} cores: {result['bound_frames_per_second']} frames/s")
+        print(
+            f"{times}\nsimulation {simulate:.3f} ms; bound of {len(appo.cores())} cores: {result['bound_frames_per_second']} frames/s"
+        )
     options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 

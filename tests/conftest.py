@@ -86,6 +86,9 @@ def run(tmp_path):
             started.process.kill()
             started.process.wait()
     deadline = time.monotonic() + 10
-    while (left := [now - then for now, then in zip(leftovers(), before)]) != [set(), set()] and time.monotonic() < deadline:
+    while (left := [now - then for now, then in zip(leftovers(), before)]) != [
+        set(),
+        set(),
+    ] and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == [set(), set()], "left behind after 10 seconds"

@@ -49,7 +49,9 @@ def direct_vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam
 def test_vtrace_is_the_papers_sum(appo, seed):
     rng = np.random.default_rng(seed)
     case = random_case(rng, T=int(rng.integers(1, 12)), B=int(rng.integers(1, 5)))
-    settings = dict(rho_bar=float(rng.uniform(0.5, 2)), c_bar=float(rng.uniform(0.3, 1.5)), lam=float(rng.uniform(0.5, 1)))
+    settings = dict(
+        rho_bar=float(rng.uniform(0.5, 2)), c_bar=float(rng.uniform(0.3, 1.5)), lam=float(rng.uniform(0.5, 1))
+    )
     for got, expected in zip(appo.vtrace(**case, **settings), direct_vtrace(**case, **settings)):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
@@ -77,7 +79,9 @@ def test_on_policy_vtrace_is_the_n_step_return(appo):
 def test_on_policy_advantage_is_gae(appo, lam):
     rng = np.random.default_rng(3)
     T, B = 20, 4
-    case = random_case(rng, T, B) | dict(ratios=torch.ones(T, B, dtype=torch.float64), valid=torch.ones(T, B, dtype=torch.bool))
+    case = random_case(rng, T, B) | dict(
+        ratios=torch.ones(T, B, dtype=torch.float64), valid=torch.ones(T, B, dtype=torch.bool)
+    )
     _, advantages = appo.vtrace(**case, rho_bar=1.0, c_bar=1.0, lam=lam)
     gae = torch.zeros(B, dtype=torch.float64)
     for t in reversed(range(T)):
@@ -92,7 +96,9 @@ def test_episodes_do_not_leak_into_each_other(appo):
     T = 12
     case = random_case(rng, T, 2)
     case["discounts"][:], case["valid"][:] = 0.97, True
-    case["discounts"][5, 0] = 0.0  # row 0: action 5 terminates; obs[6] is the last one, action 6 is ignored, obs[7] is first
+    case["discounts"][5, 0] = (
+        0.0  # row 0: action 5 terminates; obs[6] is the last one, action 6 is ignored, obs[7] is first
+    )
     case["valid"][6, :] = False  # row 1: the same with a time limit
     changed = {name: tensor.clone() for name, tensor in case.items()}
     changed["rewards"][6:] += 100.0
@@ -237,7 +243,9 @@ def test_log_ratio_at_lag_zero(appo, precision, bound):
         for t in range(T):
             step, logprob = [], []
             for half in (slice(0, 5), slice(5, B)):  # acting happens in other batch sizes than learning
-                logits, _, new = agent(obs[t : t + 1, half], vector[t : t + 1, half], first[t : t + 1, half], state[half], [0])
+                logits, _, new = agent(
+                    obs[t : t + 1, half], vector[t : t + 1, half], first[t : t + 1, half], state[half], [0]
+                )
                 step.append(logits[0])
                 logprob.append(new)
             state = torch.cat(logprob)

@@ -15,7 +15,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import appo_doom
 from edited import ROOT
 
-SMALL = ("--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32", "--device", "cpu")
+SMALL = (
+    "--num-workers",
+    "2",
+    "--num-envs-per-worker",
+    "4",
+    "--rollout",
+    "8",
+    "--batch-size",
+    "64",
+    "--hidden-size",
+    "32",
+    "--device",
+    "cpu",
+)
 TAGS = set(re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", (ROOT / "README.md").read_text(), re.M))
 
 
@@ -31,10 +44,21 @@ def scalars(folder: Path) -> dict[str, list]:
 def test_train_resume_evaluate(run, tmp_path):
     r = run(*SMALL, "--experiment", "e", "--env-id", "basic", "--train-for-seconds", "14")
     assert r.wait(90) == 0
-    for expected in ("parameters on cpu", "encoder in float32", "samples (8 rollouts of 8 steps)", "expected lag about", "MiB of shared memory", "frames"):
+    for expected in (
+        "parameters on cpu",
+        "encoder in float32",
+        "samples (8 rollouts of 8 steps)",
+        "expected lag about",
+        "MiB of shared memory",
+        "frames",
+    ):
         assert expected in r.text()
     cfg = json.loads((tmp_path / "e" / "cfg.json").read_text())
-    assert cfg["args"]["batch_size"] == 64 and cfg["resolved"]["precision"] == "float32" and cfg["versions"]["torch"] == torch.__version__
+    assert (
+        cfg["args"]["batch_size"] == 64
+        and cfg["resolved"]["precision"] == "float32"
+        and cfg["versions"]["torch"] == torch.__version__
+    )
     found = scalars(tmp_path / "e")
     assert set(found) == TAGS, "the tags are those of the README's table"
     for tag, events in found.items():
@@ -65,7 +89,18 @@ def test_train_resume_evaluate(run, tmp_path):
 
     r = run("--experiment", "e", "--env-id", "battle")
     assert r.wait(30) == 2 and "env_id was basic, now battle" in r.text()
-    r = run("--experiment", "e", "--restart-behavior", "restart", "--num-workers", "0", "--num-envs-per-worker", "2", "--total-timesteps", "100")
+    r = run(
+        "--experiment",
+        "e",
+        "--restart-behavior",
+        "restart",
+        "--num-workers",
+        "0",
+        "--num-envs-per-worker",
+        "2",
+        "--total-timesteps",
+        "100",
+    )
     assert r.wait(60) == 0 and (tmp_path / "e_old0001" / "cfg.json").exists() and "loaded" not in r.text()
 
 
@@ -111,7 +146,9 @@ def test_bad_input_gets_one_line(flags, tmp_path, monkeypatch, capsys):
 
 
 def test_mistyped_flag():
-    result = subprocess.run([sys.executable, ROOT / "appo_doom.py", "--num-worker", "2"], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, ROOT / "appo_doom.py", "--num-worker", "2"], capture_output=True, text=True
+    )
     assert result.returncode == 2 and "--num-workers" in result.stderr, "names the nearest"
 
 
@@ -166,4 +203,8 @@ def test_defaults_are_resolved_without_surprise():
     assert appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=72)).batch_size == 8192
     debug = appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=0, num_envs_per_worker=4))
     assert debug.sync and debug.batch_size == 4 * 32
-    assert not [field.name for field in fields(args) if field.name in ("num_workers", "batch_size", "worker_num_splits") and getattr(args, field.name) is None]
+    assert not [
+        field.name
+        for field in fields(args)
+        if field.name in ("num_workers", "batch_size", "worker_num_splits") and getattr(args, field.name) is None
+    ]

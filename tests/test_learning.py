@@ -5,7 +5,9 @@ import re
 
 def test_basic_is_learned(run):
     """`basic` starts at about -150; the default flags pass 20 within 100,000 steps (see benchmark/results/learning_basic.csv)."""
-    r = run("--experiment", "e", "--env-id", "basic", "--num-workers", "2", "--device", "cpu", "--total-timesteps", "100000")
+    r = run(
+        "--experiment", "e", "--env-id", "basic", "--num-workers", "2", "--device", "cpu", "--total-timesteps", "100000"
+    )
     assert r.wait(400) == 0
     returns = [float(value) for value in re.findall(r"return (-?[\d.]+)", r.text())]
     assert returns[0] < -50 and max(returns[-3:]) > 20

@@ -13,7 +13,7 @@ import torch
 
 from edited import load, with_envs
 
-COUNTING = '''
+COUNTING = """
 class Env(gym.Env):
     observation_space = gym.spaces.Dict(obs=gym.spaces.Box(0, 255, (36, 36, 3), np.uint8),
                                         counter=gym.spaces.Box(-np.inf, np.inf, (4,), np.float32))
@@ -36,7 +36,7 @@ class Env(gym.Env):
         end, kind = self.count == self.length, self.episode % 2
         reward = 0.1 * action[0] + action[1]
         return self.observation(), reward, end and kind == 0, end and kind == 1, {"raw_reward": 2 * reward}
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,10 @@ class Pipeline:
 
     def __init__(self, appo, **settings):
         torch.manual_seed(0)
-        settings = dict(num_workers=2, num_envs_per_worker=4, worker_num_splits=2, rollout=5, batch_size=20, hidden_size=32) | settings
+        settings = (
+            dict(num_workers=2, num_envs_per_worker=4, worker_num_splits=2, rollout=5, batch_size=20, hidden_size=32)
+            | settings
+        )
         self.appo, self.args = appo, appo.resolve(appo.Args(device="cpu", precision="float32", **settings))
         args, device = self.args, torch.device("cpu")
         envs = appo.make_envs(args, 1)
@@ -64,7 +67,9 @@ class Pipeline:
         self.inference = appo.Inference(args, self.mailbox, self.rollouts, self.acting, device, self.full, self.free)
 
     def __enter__(self):
-        self.actors = self.appo.Actors(self.args, self.mailbox, lambda text, show=True: self.log.append(text), self.full.put)
+        self.actors = self.appo.Actors(
+            self.args, self.mailbox, lambda text, show=True: self.log.append(text), self.full.put
+        )
         self.actors.start_all()
         self.thread = threading.Thread(target=self.inference.run, args=(self.actors,))
         self.thread.start()
@@ -85,7 +90,11 @@ class Pipeline:
         slots, _ = item
         content = []
         for slot in slots:
-            fields = {name: np.array(np.asarray(field)[:, slot]) for name, field in vars(self.rollouts).items() if name != "rnn_state"}
+            fields = {
+                name: np.array(np.asarray(field)[:, slot])
+                for name, field in vars(self.rollouts).items()
+                if name != "rnn_state"
+            }
             content.append(fields | dict(rnn_state=self.rollouts.rnn_state[slot].clone(), slot=slot))
         self.free.put((slots, None))
         self.actors.wake()
@@ -97,13 +106,17 @@ def check_rollout(rollout: dict, T: int) -> tuple[int, int, int]:
     counter = rollout["vector"].astype(int)
     me = counter[0, 0]
     assert (rollout["obs"][:, 0, 0, 0] == me % 256).all(), "image and vector are of the same environment"
-    assert (rollout["obs"][:, 0, 0, 1] == counter[:, 1] % 256).all() and (rollout["obs"][:, 0, 0, 2] == counter[:, 2]).all()
+    assert (rollout["obs"][:, 0, 0, 1] == counter[:, 1] % 256).all() and (
+        rollout["obs"][:, 0, 0, 2] == counter[:, 2]
+    ).all()
     ends = 0
     for t in range(T):
         (_, episode, count, length), after = counter[t], counter[t + 1]
         assert rollout["first"][t] == (count == 0)
         if rollout["first"][t + 1]:
-            assert count == length and tuple(after[:3]) == (me, episode + 1, 0), "only the ignored action follows a last observation"
+            assert count == length and tuple(after[:3]) == (me, episode + 1, 0), (
+                "only the ignored action follows a last observation"
+            )
         else:
             assert tuple(after[:3]) == (me, episode, count + 1)
             assert rollout["rewards"][t] == pytest.approx(0.1 * rollout["actions"][t, 0] + rollout["actions"][t, 1])
@@ -133,10 +146,14 @@ def test_rollouts_are_whole_ordered_and_unmixed(appo):
         for rollout in rollouts:
             torch.testing.assert_close(rollout["rnn_state"][None], state, rtol=1e-4, atol=1e-4)
             for t in range(5):
-                fields = (torch.from_numpy(np.array(rollout[name][t]))[None, None] for name in ("obs", "vector", "first"))
+                fields = (
+                    torch.from_numpy(np.array(rollout[name][t]))[None, None] for name in ("obs", "vector", "first")
+                )
                 with torch.no_grad():
                     logits, value, state = agent(*fields, state, [0])
-                logprob, _, _ = appo.evaluate_actions(logits[0, 0], torch.from_numpy(rollout["actions"][t]), agent.heads)
+                logprob, _, _ = appo.evaluate_actions(
+                    logits[0, 0], torch.from_numpy(rollout["actions"][t]), agent.heads
+                )
                 assert rollout["values"][t] == pytest.approx(value.item(), abs=1e-4)
                 assert rollout["logprobs"][t] == pytest.approx(logprob.item(), abs=1e-4)
 
@@ -216,7 +233,9 @@ def test_sync_has_no_lag(appo, workers, splits, rollouts_per_row, tmp_path):
 
     def spy(self, slots, release):
         versions = self.rollouts.versions[:, slots]
-        seen.append((self.version, versions.min(), versions.max(), np.bincount(self.rollouts.vector[0, slots, 0].int()).max()))
+        seen.append(
+            (self.version, versions.min(), versions.max(), np.bincount(self.rollouts.vector[0, slots, 0].int()).max())
+        )
         return iterate(self, slots, release)
 
     appo.Learner.iterate = spy
@@ -227,4 +246,6 @@ def test_sync_has_no_lag(appo, workers, splits, rollouts_per_row, tmp_path):
     assert len(seen) > 5
     for version, low, high, most in seen:
         assert low == high == version and most == rollouts_per_row
-    assert [version for version, *_ in seen[1:]] == list(range(len(seen) - 1)), "the first batch initialises the statistics"
+    assert [version for version, *_ in seen[1:]] == list(range(len(seen) - 1)), (
+        "the first batch initialises the statistics"
+    )

@@ -39,7 +39,9 @@ logits, values, state = agent(torch.from_numpy(obs)[None], torch.zeros(1, 1, 0),
 assert logits.shape == (1, 1, 4) and agent.image_norm.count > 0
 env.close()
 """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, check=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize("name", re.findall(r"`((?:appo_\w+\.py|benchmark/[\w.]+))`", README))
