@@ -88,7 +88,7 @@ def test_train_resume_evaluate(run, tmp_path):
     assert any((one != two).any() for one, two in zip(frames, frames[1:]))
 
     r = run("--experiment", "e", "--env-id", "battle")
-    assert r.wait(30) == 2 and "env_id was basic, now battle" in r.text()
+    assert r.wait(30) == 2 and "env_id basic -> battle" in r.text()
     r = run(
         "--experiment",
         "e",

@@ -76,9 +76,9 @@ def test_exception_in_step_ends_the_run_with_the_reason_last(run, tmp_path):
 
 def test_hang_in_step_is_reported_with_its_stack(run, tmp_path):
     script = edited(tmp_path, "hangs", ("        self.tics += self.frameskip\n", "        self.tics += self.frameskip\n        if self.tics > 100 and not os.path.exists('hung'): open('hung', 'w'); time.sleep(1000)\n"))  # fmt: skip
-    r = run(*SMALL, "--actor-timeout", "4", script=script)
+    r = run(*SMALL, "--actor-timeout", "10", script=script)
     r.wait_for(lambda: "starting it again" in r.text(), 60, "the restart")
-    assert "made no progress for 4 s while stepping" in r.text()
+    assert "made no progress for 10 s while stepping" in r.text()
     assert re.search(r'File ".*hangs.py", line \d+ in step', r.text()), "where it hung"
     goes_on(r, steps(r))
     stop(r)
