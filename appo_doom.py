@@ -133,7 +133,7 @@ class Args:
 
     # --- sampling
     num_workers: int | None = None
-    """actor processes. Default: the cores this process may use. 0: games in this process, for debugging (implies sync)"""
+    """actor processes. Default: the cores this process may use. 0: games in this process, to debug (implies sync)"""
     num_envs_per_worker: int = 16
     """games per worker"""
     worker_num_splits: int | None = None
@@ -154,7 +154,7 @@ class Args:
     rollout: int = 32
     """steps per rollout (T)"""
     batch_size: int | None = None
-    """samples per optimiser step, a multiple of rollout. Default: a power of two near rows * rollout / 2, 1024 to 8192"""
+    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2, from 1024 to 8192"""
     num_epochs: int = 1
     """passes over each batch"""
     max_batches_ahead: int = 1
@@ -237,7 +237,7 @@ def resolve(args: Args) -> Args:
     args.num_workers = n if args.num_workers is None else args.num_workers
     args.sync |= args.num_workers == 0
     args.worker_num_splits = args.worker_num_splits or (1 if cpu else 2)
-    # On a CPU learning costs two to three times inference; with --sync they never run together: each may use every core.
+    # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
     args.learner_threads = args.learner_threads or (1 if not cpu else n if args.sync else max(1, n // 2))
     args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
     if args.num_envs_per_worker % args.worker_num_splits:
@@ -296,7 +296,8 @@ DEFEND = dict(buttons=TURN + "ATTACK", heads=(3, 2), death_penalty=1.0, start_ti
 SCENARIOS = {
     "basic": Scenario("basic.wad", STRAFE + "ATTACK", (4,), time_limit=300, reward_scale=0.01, living_reward=-1.0,
                       skill=5, start_tic=14),
-    "my_way_home": Scenario("my_way_home.wad", TURN + WALK, (3, 3), living_reward=-1e-4, skill=5, start_tic=10, hud=False),
+    "my_way_home": Scenario("my_way_home.wad", TURN + WALK, (3, 3), living_reward=-1e-4, skill=5, start_tic=10,
+                            hud=False),
     "deadly_corridor": Scenario("deadly_corridor.wad", TURN + WALK + STRAFE + "ATTACK", (3, 3, 3, 2), reward_scale=0.01,
                                 death_penalty=100.0, skill=5),
     "defend_the_center": Scenario("defend_the_center.wad", **DEFEND),
@@ -305,7 +306,8 @@ SCENARIOS = {
     "health_gathering_supreme": Scenario("health_gathering_supreme.wad", **GATHER),  # vizdoom's map is not the paper's
     "battle": Scenario("D3_battle.wad", **BATTLE),
     "battle2": Scenario("D4_battle2.wad", **BATTLE),
-    "benchmark": Scenario("D3_battle.wad", WALK + "MOVE_RIGHT MOVE_LEFT TURN_RIGHT TURN_LEFT ATTACK SPEED", (9,), **ARENA),
+    "benchmark": Scenario("D3_battle.wad", WALK + "MOVE_RIGHT MOVE_LEFT TURN_RIGHT TURN_LEFT ATTACK SPEED", (9,),
+                          **ARENA),
 }  # fmt: skip
 
 
@@ -329,8 +331,8 @@ def unlink_game_files(pid: int) -> None:
 
 
 class DoomEnv(gym.Env):
-    """One single-player game. Observation: the image, uint8 [72, 128, 3], alone or in a Dict with `measurements`, float32
-    [23]. `info["raw_reward"]` is the engine's own reward, before shaping and scale: what scores are reported in."""
+    """One single-player game. Observation: the image, uint8 [72, 128, 3], alone or in a Dict with float32 [23]
+    `measurements`. `info["raw_reward"]` is the engine's own reward, before shaping and scale, that scores are made of."""
 
     metadata = {"render_modes": ["rgb_array"]}
 
@@ -357,8 +359,8 @@ class DoomEnv(gym.Env):
             self.presses.append(press)
         image = gym.spaces.Box(0, 255, IMAGE, np.uint8)
         vector = gym.spaces.Box(-np.inf, np.inf, (23,), np.float32)
-        self.observation_space = gym.spaces.Dict(obs=image, measurements=vector) if self.scenario.measurements else image
-        heads = self.scenario.heads
+        both, heads = gym.spaces.Dict(obs=image, measurements=vector), self.scenario.heads
+        self.observation_space = both if self.scenario.measurements else image
         self.action_space = gym.spaces.MultiDiscrete(heads) if len(heads) > 1 else gym.spaces.Discrete(heads[0])
         self.screen = np.zeros(SCREEN, np.uint8)
         self.variables = np.zeros(len(VARIABLES))
@@ -383,7 +385,7 @@ class DoomEnv(gym.Env):
         game.set_render_particles(False)
 
     def setup_own(self, cfg_path: str) -> None:
-        """A user's scenario: its buttons are one head (no-op or one of them), each delta button is a head of 11 values."""
+        """A user's scenario: its buttons are one head (no-op or one of them), a delta button is a head of 11 values."""
         try:
             self.game.load_config(cfg_path)
         except Exception as error:
@@ -446,7 +448,7 @@ class DoomEnv(gym.Env):
         return self.observation(), reward, terminated, truncated, {"raw_reward": raw_reward}
 
     def bonus(self, before: np.ndarray, now: np.ndarray) -> float:
-        """Sample Factory's reward shaping (its REWARD_SHAPING_BATTLE, its gathering wrapper) as far as it can fire here."""
+        """Sample Factory's reward shaping (REWARD_SHAPING_BATTLE, gathering wrapper) as far as it can fire here."""
         healed = now[2] - before[2]
         if self.scenario.shaping == "gathering":
             return float(healed > 0)
@@ -557,7 +559,7 @@ class Mailbox:
 
 
 class Rollouts:
-    """Private memory of the main process, [time, slot, ...]; inference writes FILLING slots, the learner reads FULL ones.
+    """Private memory of the main process, [time, slot, ...]; inference writes FILLING slots, the learner reads FULL.
 
     What inference computes on the device stays there; the few bytes a step that come from the actors are kept on the
     host, where the learner finds resets and validity without asking the device. NaN marks what was never written.
@@ -637,7 +639,7 @@ def init_layer(layer: nn.Module) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """The network of the Sample Factory paper: convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride) and a layer
+    """The network of the Sample Factory paper: convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride), a layer
     of `hidden_size`, joined by two layers of 128 for the vector, then a recurrent core, then value and logits. ELU."""
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -668,7 +670,7 @@ class Agent(nn.Module):
         head_input = args.hidden_size if args.rnn_type != "none" else core_input
         self.critic = init_layer(nn.Linear(head_input, 1))
         self.actor = init_layer(nn.Linear(head_input, sum(spaces.heads)))
-        self.to(memory_format=torch.channels_last)  # images come as height, width, channel: that is channels-last already
+        self.to(memory_format=torch.channels_last)  # as images come: height, width, channel
 
     def encode(self, obs: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
         """obs uint8 [N, H, W, C], vector float32 [N, V] -> float32 [N, features]"""
@@ -711,13 +713,14 @@ class Agent(nn.Module):
                 self.vector_norm.update(vector.flatten(0, 1), valid.flatten())
 
 
-def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
     """logits [N, sum(heads)] -> actions int64 [N, heads], their joint log-probability [N]."""
     actions, logprob = [], 0.0
     for head in logits.split(heads, dim=-1):
         logp = head.log_softmax(-1)
-        # argmax p/e with e ~ Exp(1) is a draw from p; unlike torch.multinomial it never makes the host wait for the device
-        action = (logp if deterministic else logp.exp() / torch.empty_like(logp).exponential_()).argmax(-1, keepdim=True)
+        # argmax p/e with e ~ Exp(1) is a draw from p; unlike torch.multinomial it never makes the host wait.
+        scores = logp if deterministic else logp.exp() / torch.empty_like(logp).exponential_()
+        action = scores.argmax(-1, keepdim=True)
         actions.append(action)
         logprob = logprob + logp.gather(-1, action).squeeze(-1)
     return torch.cat(actions, -1), logprob
@@ -746,15 +749,15 @@ def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[i
 def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: float, lam: float):
     """V-trace targets and advantages (Espeholt et al. 2018, IMPALA, section 4.1; lambda: their remark 2).
 
-    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where the episode ended) float32 [T, B], valid bool [T, B] (False
-    cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
+    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where the episode ended) float32 [T, B], valid bool [T, B]
+    (False cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
     Returns vs [T+1, B] (vs[T] = V[T]) and advantages [T, B].
 
         vs[t] = V[t] + rho[t] (r[t] + discount[t] V[t+1] - V[t]) + discount[t] c[t] (vs[t+1] - V[t+1])
         A[t]  = r[t] + discount[t] (lam vs[t+1] + (1 - lam) V[t+1]) - V[t]
 
-    The advantage carries no rho: the PPO surrogate multiplies by the ratio itself. On-policy it is GAE(lam); with lam = 1
-    it is IMPALA's advantage.
+    The advantage carries no rho: the PPO surrogate multiplies by the ratio itself. On-policy it is GAE(lam); with
+    lam = 1 it is IMPALA's advantage.
     """
     rho = ratios.clamp(max=rho_bar) * valid
     c = lam * ratios.clamp(max=c_bar) * valid
@@ -786,7 +789,7 @@ class Batch(NamedTuple):
 
 
 def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`; loss and metrics stay on the device."""
+    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device."""
     logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
@@ -839,8 +842,8 @@ WAKE = -1  # "group" of a message that only wakes the inference thread: slots we
 
 
 def play(args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
-    """Steps the splits of one worker in turn, for ever. Generator: yields a split's number when its rows of the mailbox are
-    written; they belong to inference until the caller, who waits for its actions, asks for that split's next step."""
+    """Steps the splits of one worker in turn, for ever. Generator: yields a split's number when its rows of the mailbox
+    are written; they belong to inference until the caller, who waits for the actions, asks for its next step."""
     per_split = args.num_envs_per_worker // args.worker_num_splits
     splits = [make_envs(args, per_split) for _ in range(args.worker_num_splits)]
     starts = [worker * args.num_envs_per_worker + s * per_split for s in range(len(splits))]
@@ -921,7 +924,7 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
 
 
 def end_group(group: int) -> None:
-    """Ends an actor, dead or alive, and its games. Games that were just being started still have named shared memory."""
+    """Ends an actor, dead or alive, and its games. Games just being started still have named shared memory."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
             if os.getpgid(pid) == group:
@@ -940,7 +943,8 @@ class Actors:
     """The actor processes: started, watched by a thread of their own, and replaced when they die or hang."""
 
     def __init__(self, args: Args, mailbox: Mailbox, log, on_failure):
-        self.args, self.shared, self.mailbox, self.log, self.on_failure = args, mailbox, mailbox.numpy(), log, on_failure
+        self.args, self.shared, self.mailbox = args, mailbox, mailbox.numpy()
+        self.log, self.on_failure = log, on_failure
         W, S = args.num_workers, args.worker_num_splits
         # fork is unsafe beside threads and CUDA; spawn costs seconds and 100 MB an actor
         self.context = mp.get_context("forkserver")
@@ -964,7 +968,8 @@ class Actors:
         pipes = [self.context.Pipe(duplex=False) for _ in range(S)]
         self.errors[worker], errors_writer = self.context.Pipe(duplex=False)
         core = allowed[worker % len(allowed)] if self.args.set_workers_cpu_affinity else None
-        seed = int(np.random.SeedSequence([self.args.seed, worker, self.incarnations[worker]]).generate_state(1)[0]) >> 2
+        entropy = [self.args.seed, worker, self.incarnations[worker]]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2  # and a few more, one a game, below 2**31
         self.mailbox.phase[worker], self.mailbox.progress[worker] = STARTING, 0
         process = self.context.Process(
             target=actor, name=f"actor {worker}", daemon=True,
@@ -1070,7 +1075,7 @@ class Actors:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Marks this point of the calling thread's CUDA stream. On a CPU what was called has run: there is nothing to mark."""
+    """Marks this point of the calling thread's CUDA stream. On a CPU nothing is ever under way."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
@@ -1087,9 +1092,9 @@ def own_stream(device: torch.device, threads: int):
 
 
 class ActingPolicy:
-    """The policy that acts, apart from the one that learns: two copies, one in use, one for the learner to fill. A copy's
-    lock says who may launch work on it; on CUDA its event says when the work launched last is done. Nobody ever reads half
-    an update."""
+    """The policy that acts, apart from the one that learns: two copies, one in use, one for the learner to fill. A
+    copy's lock says who may launch work on it; on CUDA its event says when the work launched last is done. Nobody ever
+    reads half an update."""
 
     def __init__(self, agent: Agent, version: int, device: torch.device):
         # to() packs the core's weights for cuDNN again
@@ -1138,14 +1143,15 @@ class Inference:
         if device.type == "cuda":  # pinned, so that copies to the device run beside the host
             for tensor in (mailbox.obs, mailbox.vector):
                 if tensor.numel():
-                    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
-        self.episodes: deque[tuple[float, float, int]] = deque(maxlen=100_000)  # finished: raw return, trained return, steps
+                    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+                    torch.cuda.check_error(int(error))
+        self.episodes: deque[tuple[float, float, int]] = deque(maxlen=100_000)  # raw return, trained return, steps
         self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served;
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
 
     def run(self, actors: Actors) -> None:
-        """Body of the inference thread. One read takes all waiting requests: the busier it is, the larger its batches."""
+        """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
         try:
             with own_stream(self.device, self.args.inference_threads):
                 waiting: list[tuple[int, int]] = []
@@ -1196,7 +1202,8 @@ class Inference:
         `first`, on the host and on the device."""
         n, numpy, rollouts, args = self.size, self.numpy, self.rollouts, self.args
         rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
-        t, slots = np.repeat([self.t[group] for group in groups], n), np.concatenate([self.slots[group] for group in groups])
+        t = np.repeat([self.t[group] for group in groups], n)
+        slots = np.concatenate([self.slots[group] for group in groups])
         rollouts.first[t, slots] = numpy.first[rows]
         later = t > 0  # the reward of the step before a slot's first was stored with the slot before
         t1, s1, r1 = t[later] - 1, slots[later], rows[later]
@@ -1219,10 +1226,12 @@ class Inference:
         n, rollouts = len(rows), self.rollouts
         with self.acting.use() as (agent, version):
             state = self.state[d_rows]
-            logits, values, new_state = agent(self.obs[None, :n], self.vector[None, :n], d_first[None].bool(), state, [0])
+            obs, vector = self.obs[None, :n], self.vector[None, :n]
+            logits, values, new_state = agent(obs, vector, d_first[None].bool(), state, [0])
             actions, logprobs = sample_actions(logits[0], agent.heads)
             self.state[d_rows] = new_state
-            rollouts.actions[d_t, d_slots], rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = actions, logprobs, values[0]
+            rollouts.actions[d_t, d_slots] = actions
+            rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
             rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
         rollouts.versions[t, slots] = version
         self.numpy.action[rows] = actions.cpu().numpy()  # the one place where inference waits for the device
@@ -1246,8 +1255,7 @@ class Learner:
 
     def __init__(self, args: Args, agent: Agent, rollouts: Rollouts, acting: ActingPolicy, device: torch.device):
         self.args, self.agent, self.rollouts, self.acting, self.device = args, agent, rollouts, acting, device
-        # betas and eps are Sample Factory's
-        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, betas=(0.9, 0.999), eps=1e-6, fused=True)
+        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
         self.version = 0  # optimiser steps
         self.global_step = 0  # valid transitions learned from
         self.skipped = 0  # batches without a single usable sample
@@ -1264,7 +1272,8 @@ class Learner:
     def load(self, checkpoint: dict) -> None:
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
-        self.version, self.global_step, self.best_return = (checkpoint[name] for name in ("version", "global_step", "best_return"))
+        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
+        self.best_return = checkpoint["best_return"]
         self.initialised = True
 
     def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
@@ -1306,7 +1315,7 @@ class Learner:
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), args.max_grad_norm or torch.inf)
             if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is ever published or saved
-                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite at {self.global_step:,}")
+                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
             metrics["losses/grad_norm"] = grad_norm
             self.optimizer.step()
             self.version += 1
@@ -1386,7 +1395,7 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     agent = Agent(spaces, args).to(device)
     agent.load_state_dict(checkpoint["agent"])
     torch.manual_seed(args.seed)
-    per_env = -(-args.eval_episodes // count)  # every game plays as many: taking the first to finish would favour short ones
+    per_env = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
     returns, total = [[] for _ in range(count)], np.zeros(count)
     first, ended, frames = np.ones(count, bool), np.zeros(count, bool), []
     state = torch.zeros(count, agent.state_size, device=device)
@@ -1401,7 +1410,8 @@ def evaluate(args: Args, folder: Path) -> list[float]:
             logits, _, state = agent(*tensors, state, [0])
             actions = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
             first = ended  # these games only reset now
-            observation, reward, terminated, truncated, info = envs.step(actions if len(spaces.heads) > 1 else actions[:, 0])
+            actions = actions if len(spaces.heads) > 1 else actions[:, 0]
+            observation, reward, terminated, truncated, info = envs.step(actions)
             total = np.where(first, 0, total + info.get("raw_reward", reward))
             ended = terminated | truncated
             for i in np.flatnonzero(ended):
@@ -1448,7 +1458,7 @@ def parse_args() -> tuple[Args, Path]:
         overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in changed}
         fixed = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")
         if wrong := [overrides[name] for name in fixed if name in overrides]:
-            raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; take another --experiment")
+            raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
         for text in overrides.values():
             print(f"override: {text}")
     args.experiment = experiment
@@ -1480,8 +1490,8 @@ def keep_freed_memory() -> None:
 def check_shared_memory(needed: int) -> None:
     free = shutil.disk_usage("/dev/shm").free
     if needed > free:
-        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer games, "
-                        "or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
+        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
+                        "games or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
 
 
 class Reporter:
@@ -1532,7 +1542,8 @@ class Reporter:
             "stats/skipped_batches": self.learner.skipped,
         }
         if self.returns:
-            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(self.returns), np.mean(self.lengths)
+            scalars["charts/episodic_return"] = np.mean(self.returns)
+            scalars["charts/episodic_length"] = np.mean(self.lengths)
             scalars["charts/episodic_return_trained"] = np.mean(self.trained)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, self.learner.global_step)
@@ -1541,7 +1552,8 @@ class Reporter:
         else:
             bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
         episodes = f"return {np.mean(self.returns):.2f}, " if self.returns else ""
-        self.text = f"{fps:,.0f} frames/s, {episodes}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
+        lag = self.metrics.get("lag/mean", 0)
+        self.text = f"{fps:,.0f} frames/s, {episodes}lag {lag:.1f}, bottleneck: {bottleneck}"
         if time.monotonic() - self.logged >= 10:
             self.logged = time.monotonic()
             self.log(f"step {self.learner.global_step:,}: {self.text}", self.bar.disable)
@@ -1583,7 +1595,7 @@ def from_actors(full: queue.SimpleQueue, count: int, learner: Learner, stop_sign
         slots.extend(more)
 
 
-def in_process(args: Args, mailbox: SimpleNamespace, inference: Inference, full: queue.SimpleQueue, stop_signals: list[int]):
+def in_process(args: Args, mailbox: SimpleNamespace, inference: Inference, full: queue.SimpleQueue, stop_signals):
     """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, one after the other."""
     count, waiting, slots = args.batch_size // args.rollout, [], []
     for split in play(args, 0, mailbox, args.seed):
@@ -1645,20 +1657,21 @@ def train(typed: Args, folder: Path) -> int:
     if checkpoint:
         learner.load(checkpoint)
         if learner.global_step >= args.total_timesteps:
-            raise UserError(f"{folder} has its {learner.global_step:,} steps already; go on with a larger --total-timesteps")
+            raise UserError(f"{folder} has its {learner.global_step:,} steps already; raise --total-timesteps to go on")
     mailbox = Mailbox(spaces, rows, max(1, W))
     full, free, stop_signals = queue.SimpleQueue(), queue.SimpleQueue(), []
     free.put((np.arange(slots), None))
     inference = Inference(args, mailbox, rollouts, acting, device, full, free)
 
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", "vizdoom")}
-    cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)  # a resumed run resolves anew
+    # A resumed run starts from what was typed and resolves again: it may be on another machine.
+    cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     lag = 0.0 if args.sync else rows / (2 * B) + args.max_batches_ahead
     for line in (
-        f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device}, encoder in "
-        f"{args.precision}, {args.learner_threads} + {args.inference_threads} threads for learning and inference",
+        f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device}, "
+        f"encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads for learning and inference",
         f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
         f"({B} rollouts of {T} steps) per update; expected lag about {lag:.1f} versions",
         f"{Mailbox.nbytes(spaces, rows) / 2**20:.1f} MiB of shared memory beside the games' own, "
@@ -1676,7 +1689,7 @@ def train(typed: Args, folder: Path) -> int:
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     writer, actors, thread = SummaryWriter(str(folder), flush_secs=10), None, None
-    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items()))
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
     try:
         if W:
             actors = Actors(args, mailbox, log, on_failure=full.put)
