@@ -332,7 +332,7 @@ def unlink_game_files(pid: int) -> None:
 
 class DoomEnv(gym.Env):
     """One single-player game. Observation: the image, uint8 [72, 128, 3], alone or in a Dict with float32 [23]
-    `measurements`. `info["raw_reward"]` is the engine's own reward, before shaping and scale, that scores are made of."""
+    `measurements`. `info["raw_reward"]` is the engine's own reward, before shaping and scale: scores are sums of it."""
 
     metadata = {"render_modes": ["rgb_array"]}
 
@@ -1042,7 +1042,8 @@ class Actors:
         self.deaths[worker].append(time.monotonic())
         self.restarts += 1
         barren = self.mailbox.progress[worker] <= self.args.worker_num_splits  # it has not made a single step
-        if len(self.deaths[worker]) == 3 and (barren or time.monotonic() - self.deaths[worker][0] < 60):
+        short = 60 + (3 * self.args.actor_timeout if barren else 0)
+        if len(self.deaths[worker]) == 3 and time.monotonic() - self.deaths[worker][0] < short:
             self.stopping.set()
             return self.on_failure(RuntimeError(f"{what}, for the third time\n{last_words.strip()}".strip()))
         self.log(f"{what}; starting it again\n{last_words}".strip())
@@ -1146,7 +1147,7 @@ class Inference:
                     error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
                     torch.cuda.check_error(int(error))
         self.episodes: deque[tuple[float, float, int]] = deque(maxlen=100_000)  # raw return, trained return, steps
-        self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served;
+        self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
 
@@ -1646,8 +1647,9 @@ def train(typed: Args, folder: Path) -> int:
             tqdm.write(text)
 
     agent = Agent(spaces, args).to(device)
-    # Room for what is filled and what waits; one thread (num_workers 0) must never wait for itself: two slots a row.
-    slots = rows + max(args.max_batches_ahead * B, B if B > rows or args.sync else 0, rows if W == 0 else 0)
+    # Room for what is filled and what waits; when every group waits for slots, a batch must be full (a group takes its
+    # slots at once).
+    slots = max(rows + args.max_batches_ahead * B, B + args.num_envs_per_worker // args.worker_num_splits)
     rollouts = Rollouts(spaces, T, slots, agent.state_size, device)
     checkpoint = load_checkpoint(checkpoints, "latest", log)
     if checkpoint:
@@ -1670,8 +1672,8 @@ def train(typed: Args, folder: Path) -> int:
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     lag = 0.0 if args.sync else rows / (2 * B) + args.max_batches_ahead
     for line in (
-        f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device}, "
-        f"encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads for learning and inference",
+        f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device}, encoder"
+        f" in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
         f"({B} rollouts of {T} steps) per update; expected lag about {lag:.1f} versions",
         f"{Mailbox.nbytes(spaces, rows) / 2**20:.1f} MiB of shared memory beside the games' own, "
