@@ -93,7 +93,8 @@ from tqdm import tqdm
 class Args:
     # --- run
     env_id: str = "basic"
-    """the environment, one of SCENARIOS below"""
+    """basic, my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering, health_gathering_supreme,
+    battle, battle2 or benchmark (battle without measurements and with 9 flat actions, to measure speed)"""
     cfg_path: str | None = None
     """a ViZDoom scenario .cfg of your own, trained on instead of `env_id`"""
     frameskip: int = 4

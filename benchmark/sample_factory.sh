@@ -13,6 +13,7 @@ setsid "${SF_PYTHON:-python}" -m sf_examples.vizdoom.train_vizdoom --env="$env" 
     --env_frameskip=4 --use_rnn=True --num_workers=2 --num_envs_per_worker=16 --worker_num_splits=2 --num_epochs=1 --rollout=32 \
     --recurrence=32 --batch_size=1024 --wide_aspect_ratio=False --train_dir="$folder" --experiment=sf "$@" > "$folder/out.txt" 2>&1 &
 session=$!
+disown
 files=()
 stop() {
     pids=$(pgrep -s "$session" || true)
