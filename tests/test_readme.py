@@ -50,4 +50,4 @@ def test_files_exist(name):
 
 
 def test_no_placeholders():
-    assert "@@" not in README and "TODO" not in README
+    assert not re.search(r"@@[A-Z]|TODO", README)
