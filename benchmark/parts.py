@@ -48,6 +48,7 @@ class Options:
 
 
 def bare_worker(env_id: str, games: int, core: int, counter, barrier) -> None:
+    os.setsid()  # a process group of its own, to be ended with its games
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     envs = [appo.DoomEnv(env_id, 4) for _ in range(games)]
@@ -90,11 +91,8 @@ def bare(options: Options, games: int) -> float:
     time.sleep(options.seconds)
     rate = 4 * (sum(int(counter) for counter in counters) - before) / (time.perf_counter() - start)
     for worker in workers:
-        group = [worker.pid] + [
-            int(pid) for pid in Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
-        ]
-        for pid in group:
-            os.kill(pid, 9)
+        appo.end_group(worker.pid)
+        worker.join()
     return rate
 
 
@@ -111,8 +109,9 @@ class RandomAgent(nn.Module):
 
 def random_pipeline(options: Options, games: int) -> float:
     """Frames/s."""
-    args = appo.resolve(appo.Args(env_id=options.env_id, device="cpu", num_workers=options.num_workers, num_envs_per_worker=games,
-                                  worker_num_splits=2 if games > 1 else 1))  # fmt: skip
+    workers = options.num_workers
+    args = appo.Args(env_id=options.env_id, device="cpu", num_workers=workers, num_envs_per_worker=games)
+    args = appo.resolve(args)
     envs = appo.make_envs(args, 1)
     spaces = appo.spaces_of(envs)
     envs.close()
