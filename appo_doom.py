@@ -93,8 +93,8 @@ from tqdm import tqdm
 class Args:
     # --- run
     env_id: str = "basic"
-    """basic, my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering, health_gathering_supreme,
-    battle, battle2 or benchmark (battle without measurements and with 9 flat actions, to measure speed)"""
+    """basic, my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering,
+    health_gathering_supreme, battle, battle2 or benchmark (battle without measurements and with 9 flat actions, to measure speed)"""
     cfg_path: str | None = None
     """a ViZDoom scenario .cfg of your own, trained on instead of `env_id`"""
     frameskip: int = 4
@@ -130,7 +130,7 @@ class Args:
     load_checkpoint_kind: Literal["latest", "best"] = "latest"
     """which checkpoint to play with"""
     save_video: bool = False
-    """write the first evaluation episodes to <experiment>/video.mp4"""
+    """write the first minute of one game's episodes to <experiment>/video.mp4"""
 
     # --- sampling
     num_workers: int | None = None
@@ -1404,7 +1404,7 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     observation, _ = envs.reset(seed=args.seed)
     with tqdm(total=count * per_env, desc="episodes", disable=None) as bar:
         while any(len(finished) < per_env for finished in returns):
-            if args.save_video and len(returns[0]) < min(3, per_env):
+            if args.save_video and len(returns[0]) < per_env and len(frames) * args.frameskip < 60 * 35:  # a minute
                 frames.append(envs.envs[0].render().copy())
             image, vector = split_observation(observation)
             vector = np.zeros((count, 0), np.float32) if vector is None else vector
@@ -1673,8 +1673,8 @@ def train(typed: Args, folder: Path) -> int:
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     lag = 0.0 if args.sync else rows / (2 * B) + args.max_batches_ahead
     for line in (
-        f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device}, encoder"
-        f" in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
+        f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
+        f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
         f"({B} rollouts of {T} steps) per update; expected lag about {lag:.1f} versions",
         f"{Mailbox.nbytes(spaces, rows) / 2**20:.1f} MiB of shared memory beside the games' own, "

@@ -6,7 +6,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-runs/sync}")
 for seed in 1 2 3; do
-    python "$here/../appo_doom.py" --env-id basic --seed "$seed" --total-timesteps 250000 --num-workers 2 --batch-size 1024 --sync --train-dir "$out" \
+    python "$here/../appo_doom.py" --env-id basic --seed "$seed" --total-timesteps 180000 --num-workers 2 --batch-size 1024 --sync --train-dir "$out" \
         --experiment "sync_$seed" --restart-behavior overwrite
 done
 python "$here/collect.py" curves "$here/results/sync.csv" "$out"/sync_?
