@@ -94,7 +94,7 @@ class Args:
     # --- run
     env_id: str = "basic"
     """basic, my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering,
-    health_gathering_supreme, battle, battle2, or benchmark: battle without measurements, with 9 flat actions, for speed"""
+    health_gathering_supreme, battle, battle2, or benchmark (battle without measurements and with 9 flat actions)"""
     cfg_path: str | None = None
     """a ViZDoom scenario .cfg of your own, trained on instead of `env_id`"""
     frameskip: int = 4
