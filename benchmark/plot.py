@@ -42,8 +42,8 @@ def draw(systems, axis, column: int, scale: float, label: str) -> None:
     axis.grid(alpha=0.3)
 
 
-def curves(title: str, goal: float, out: str, *names: str) -> None:
-    systems = read_curves(*names)
+def curves(title: str, goal: float, out: str, *names: str, without: str = "") -> None:
+    systems = {system: seeds for system, seeds in read_curves(*names).items() if system != without}
     if not systems:
         return
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
@@ -82,5 +82,5 @@ def throughput() -> None:
 if __name__ == "__main__":
     throughput()
     curves("basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
-    curves("basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv")
+    curves("basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv", without="sf")
     curves("defend_the_center, default flags, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
