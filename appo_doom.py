@@ -1209,7 +1209,7 @@ class Inference:
         rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
         t = np.repeat([self.t[group] for group in groups], n)
         slots = np.concatenate([self.slots[group] for group in groups])
-        rollouts.first[t, slots] = numpy.first[rows]
+        rollouts.first[t, slots] = first = numpy.first[rows]
         later = t > 0  # the reward of the step before a slot's first was stored with the slot before
         t1, s1, r1 = t[later] - 1, slots[later], rows[later]
         rollouts.rewards[t1, s1] = np.clip(numpy.reward[r1] * args.reward_scale, -args.reward_clip, args.reward_clip)
@@ -1217,7 +1217,6 @@ class Inference:
         for i, group in enumerate(groups):
             for to, source in ((self.obs, self.mailbox.obs), (self.vector, self.mailbox.vector)):
                 to[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
-        first = numpy.first[rows]
         index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
         if self.device.type == "cpu":  # the same through NumPy: 25 times faster for big rows
             rollouts.obs.numpy()[t, slots] = self.obs.numpy()[: len(rows)]
