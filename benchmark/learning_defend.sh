@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The curve of `defend_the_center`, one seed, default flags, 3 million steps; and the soak: memory, file descriptors and /dev/shm once a minute.
+# The curve of `defend_the_center`, one seed, default flags, 3 million steps; and the soak: memory (of the main process, and of it
+# and all its descendants, shared pages counted in each), file descriptors and /dev/shm once a minute.
 # Machine: 2 cores without a GPU; takes about 70 minutes. Expected: a return of 10 within 3,000,000 steps.
 # Usage: benchmark/learning_defend.sh [FOLDER]
 set -euo pipefail
@@ -8,11 +9,14 @@ out=$(realpath -m "${1:-runs/learning_defend}")
 mkdir -p "$out"
 python "$here/../appo_doom.py" --env-id defend_the_center --num-workers 2 --total-timesteps 3000000 --train-dir "$out" --experiment ours_1 &
 run=$!
-echo "minutes,rss_mib,descriptors,shm_kib" > "$here/results/soak.csv"
+tree() { echo "$1"; local child; for child in $(pgrep -P "$1"); do tree "$child"; done; }  # every process below, games included
+echo "minutes,main_rss_mib,tree_rss_mib,main_descriptors,processes,shm_kib" > "$here/results/soak.csv"
 for ((minute = 1; ; minute++)); do
     for _ in $(seq 60); do sleep 1; kill -0 $run 2> /dev/null || break 2; done
+    pids=$(tree $run)
     rss=$(awk '/VmRSS/ {print int($2 / 1024)}' /proc/$run/status)
-    echo "$minute,$rss,$(ls /proc/$run/fd | wc -l),$(du -sk /dev/shm | cut -f1)" >> "$here/results/soak.csv"
+    all=$(ps -o rss= -p $(echo $pids | tr ' ' ,) | awk '{sum += $1} END {print int(sum / 1024)}')
+    echo "$minute,$rss,$all,$(ls /proc/$run/fd | wc -l),$(echo $pids | wc -w),$(du -sk /dev/shm | cut -f1)" >> "$here/results/soak.csv"
 done
 wait $run
 python "$here/collect.py" curves "$here/results/learning_defend.csv" "$out/ours_1"
