@@ -59,6 +59,7 @@ import faulthandler
 import fcntl
 import importlib.util
 import json
+import math
 import multiprocessing.connection
 import os
 import queue
@@ -71,7 +72,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
@@ -142,7 +143,8 @@ class Args:
     """games per worker"""
     worker_num_splits: int | None = None
     """parts that a worker's games are stepped in: while one waits for actions the next one is stepped. Default: 2 with
-    CUDA; 1 without, where waiting frees a core for the network and larger inference batches are worth more"""
+    CUDA; 1 without, where waiting frees a core for the network and larger inference batches are worth more; 1 when the
+    games are in this process"""
     set_workers_cpu_affinity: bool = True
     """pin each worker and its games to one core"""
     sync: bool = False
@@ -224,23 +226,18 @@ def resolve(args: Args) -> Args:
                 raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(args.device)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    kind, _, index = args.device.partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdigit():
         raise UserError(f"--device {args.device} is no device for this; cpu, cuda or cuda:1")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
+    if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
         raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {count} CUDA devices")
+    n, cpu = len(cores()), kind == "cpu"
     if args.precision == "auto":
-        cpu_flags = Path("/proc/cpuinfo").read_text()
-        capable = device.type == "cuda" or "avx512_bf16" in cpu_flags or "amx_bf16" in cpu_flags
+        capable = not cpu or any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
         args.precision = "bfloat16" if capable else "float32"
-    n, cpu = len(cores()), device.type == "cpu"
     args.num_workers = n if args.num_workers is None else args.num_workers
     args.sync |= args.num_workers == 0
-    args.worker_num_splits = args.worker_num_splits or (1 if cpu else 2)
+    args.worker_num_splits = 1 if args.num_workers == 0 else args.worker_num_splits or (1 if cpu else 2)
     # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
     args.learner_threads = args.learner_threads or (1 if not cpu else n if args.sync else max(1, n // 2))
     args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
@@ -280,30 +277,34 @@ class Scenario(NamedTuple):
     heads: tuple[int, ...]  # one of size n is a no-op and n-1 consecutive buttons, or n values of a *_DELTA button
     time_limit: float = 2100
     reward_scale: float = 1.0
-    living_reward: float = 0.0  # per tic
-    death_penalty: float = 0.0
-    skill: int = 3
-    start_tic: int = 1
-    hud: bool = True
-    crosshair: bool = False
-    weapon: bool = True
     measurements: bool = False  # 23 numbers beside the image
     shaping: str = ""  # what is added to the engine's reward: "", "gathering" or "battle"
+    # the engine's own settings, by its names
+    living_reward: float = 0.0  # per tic
+    death_penalty: float = 0.0
+    doom_skill: int = 3
+    episode_start_time: int = 1
+    render_hud: bool = True
+    render_crosshair: bool = False
+    render_weapon: bool = True
+    render_decals: bool = False
+    render_particles: bool = False
 
 
 TURN, WALK, STRAFE = "TURN_LEFT TURN_RIGHT ", "MOVE_FORWARD MOVE_BACKWARD ", "MOVE_LEFT MOVE_RIGHT "
-ARENA = dict(skill=2, crosshair=True)
+ARENA = dict(doom_skill=2, render_crosshair=True)
 BATTLE = dict(buttons=WALK + "MOVE_RIGHT MOVE_LEFT ATTACK SPEED TURN_LEFT_RIGHT_DELTA", heads=(3, 3, 2, 2, 11),
               measurements=True, shaping="battle", **ARENA)  # fmt: skip
-GATHER = dict(buttons=TURN + WALK, heads=(5,), living_reward=0.01, hud=False, weapon=False, shaping="gathering")
-DEFEND = dict(buttons=TURN + "ATTACK", heads=(3, 2), death_penalty=1.0, start_tic=10)
+GATHER = dict(buttons=TURN + WALK, heads=(5,), living_reward=0.01, shaping="gathering", render_hud=False,
+              render_weapon=False)  # fmt: skip
+DEFEND = dict(buttons=TURN + "ATTACK", heads=(3, 2), death_penalty=1.0, episode_start_time=10)
 SCENARIOS = {
     "basic": Scenario("basic.wad", STRAFE + "ATTACK", (4,), time_limit=300, reward_scale=0.01, living_reward=-1.0,
-                      skill=5, start_tic=14),
-    "my_way_home": Scenario("my_way_home.wad", TURN + WALK, (3, 3), living_reward=-1e-4, skill=5, start_tic=10,
-                            hud=False),
+                      doom_skill=5, episode_start_time=14),
+    "my_way_home": Scenario("my_way_home.wad", TURN + WALK, (3, 3), living_reward=-1e-4, doom_skill=5,
+                            episode_start_time=10, render_hud=False),
     "deadly_corridor": Scenario("deadly_corridor.wad", TURN + WALK + STRAFE + "ATTACK", (3, 3, 3, 2), reward_scale=0.01,
-                                death_penalty=100.0, skill=5),
+                                death_penalty=100.0, doom_skill=5),
     "defend_the_center": Scenario("defend_the_center.wad", **DEFEND),
     "defend_the_line": Scenario("defend_the_line.wad", time_limit=float("inf"), **DEFEND),
     "health_gathering": Scenario("health_gathering.wad", **GATHER),
@@ -377,16 +378,9 @@ class DoomEnv(gym.Env):
         self.scenario = s
         game.set_doom_scenario_path(find_wad(s.wad))
         game.set_doom_map("map01")
-        game.set_doom_skill(s.skill)
         game.set_available_buttons([getattr(vizdoom.Button, name) for name in s.buttons.split()])
-        game.set_living_reward(s.living_reward)
-        game.set_death_penalty(s.death_penalty)
-        game.set_episode_start_time(s.start_tic)
-        game.set_render_hud(s.hud)
-        game.set_render_crosshair(s.crosshair)
-        game.set_render_weapon(s.weapon)
-        game.set_render_decals(False)
-        game.set_render_particles(False)
+        for name in Scenario._fields[Scenario._fields.index("living_reward") :]:
+            getattr(game, f"set_{name}")(getattr(s, name))
 
     def setup_own(self, cfg_path: str) -> None:
         """A user's scenario: its buttons are one head (no-op or one of them), a delta button is a head of 11 values."""
@@ -491,32 +485,30 @@ class Spaces(NamedTuple):
     heads: tuple[int, ...]  # number of actions of each independent head
 
 
+def split_observation(observation) -> tuple:
+    """(image, vector or None) of an observation or of an observation space. Raises ValueError for more parts."""
+    if not isinstance(observation, (dict, gym.spaces.Dict)):
+        return observation, None
+    image, vector = sorted(observation.values(), key=lambda part: -len(part.shape))
+    return image, vector
+
+
 def spaces_of(envs: gym.vector.VectorEnv) -> Spaces:
-    """Raises UserError for spaces that the pipeline does not support."""
+    """Raises UserError for environments that the pipeline does not support."""
     observation, action = envs.single_observation_space, envs.single_action_space
-    parts = list(observation.values()) if isinstance(observation, gym.spaces.Dict) else [observation]
-    boxes = [part for part in parts if isinstance(part, gym.spaces.Box)]
-    images = [box for box in boxes if box.dtype == np.uint8 and len(box.shape) == 3]
-    vectors = [box for box in boxes if box.dtype != np.uint8 and len(box.shape) == 1]
-    if len(images) != 1 or len(vectors) > 1 or len(parts) > len(images) + len(vectors):
-        raise UserError(f"unsupported observation space {observation}: one uint8 image, alone or with one vector")
-    if isinstance(action, gym.spaces.Discrete):
-        heads = (int(action.n),)
-    elif isinstance(action, gym.spaces.MultiDiscrete) and action.nvec.ndim == 1:
-        heads = tuple(int(n) for n in action.nvec)
-    else:
-        raise UserError(f"unsupported action space {action}: Discrete or MultiDiscrete")
     if (mode := envs.metadata.get("autoreset_mode")) != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    return Spaces(images[0].shape, vectors[0].shape[0] if vectors else 0, heads)
-
-
-def split_observation(observation) -> tuple[np.ndarray, np.ndarray | None]:
-    """(images [n, H, W, C], vectors [n, V] or None) of a vector environment's observation."""
-    if not isinstance(observation, dict):
-        return observation, None
-    parts = sorted(observation.values(), key=lambda part: -part.ndim)
-    return parts[0], parts[1] if len(parts) > 1 else None
+    try:
+        image, vector = split_observation(observation)
+        (width,) = vector.shape if vector else (0,)
+        heads = action.nvec if isinstance(action, gym.spaces.MultiDiscrete) else (action.n,)
+        supported = image.dtype == np.uint8 and len(image.shape) == 3 and not np.any(action.start)
+    except (AttributeError, TypeError, ValueError):
+        supported = False
+    if not supported:
+        raise UserError(f"unsupported spaces, {observation} and {action}: one uint8 image, alone or in a Dict with one "
+                        "vector, and Discrete or MultiDiscrete actions that start at 0")  # fmt: skip
+    return Spaces(image.shape, width, tuple(int(n) for n in heads))
 
 
 # ======================================================================================================================
@@ -542,10 +534,8 @@ class Mailbox:
         self.reward = shared(rows, dtype=torch.float32)  # of the action before it
         self.terminated = shared(rows, dtype=torch.bool)  # that action ended the episode for good
         self.first = shared(rows, dtype=torch.bool)  # obs is the first of an episode
-        # written by actor when an episode ends, read where `first` is set: the row's last finished episode
-        self.episode_return = shared(rows, dtype=torch.float32)  # sum of raw rewards
-        self.episode_trained = shared(rows, dtype=torch.float32)  # sum of shaped and scaled rewards
-        self.episode_length = shared(rows, dtype=torch.int64)  # in steps; 0 where there was none
+        # of the episode that ended just now: sum of raw rewards, sum of rewards, length in steps (0: none ended)
+        self.episode = shared(rows, 3, dtype=torch.float32)
         # written by inference, read by actor
         self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
         # written by actor at any time, for supervision and statistics
@@ -556,10 +546,6 @@ class Mailbox:
     def numpy(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
         return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items()})
-
-    @staticmethod
-    def nbytes(spaces: Spaces, rows: int) -> int:
-        return rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64)
 
 
 class Rollouts:
@@ -584,8 +570,9 @@ class Rollouts:
         self.terminated = np.zeros((T, slots), bool)
         self.versions = np.zeros((T, slots), np.int64)  # that chose actions[t]
 
-    def nbytes(self) -> int:
-        return sum(field.nbytes for field in vars(self).values())
+
+def mebibytes(memory: Mailbox | Rollouts) -> float:
+    return sum(field.nbytes for field in vars(memory).values()) / 2**20
 
 
 # ======================================================================================================================
@@ -616,15 +603,16 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        """x [N, *shape] with weights valid [N]; merges two sets of statistics (Chan, Golub and LeVeque 1979)."""
-        weight = valid.float()
-        n = weight.sum()
-        if n == 0:  # waits for the device, which the learner has just done anyway
+        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
+        Raises FloatingPointError, before anything is changed, for an input that is not finite."""
+        x = x[valid].float() / self.unit  # waits for the device, which the learner has just done anyway
+        n = len(x)
+        if n == 0:
             return
-        x = x.float() / self.unit
-        flat = x.flatten(1)
-        mean = (weight @ flat / n).view_as(self.mean)
-        var = (weight @ (flat - mean.flatten()).square_() / n).view_as(self.var)
+        mean = x.mean(0)
+        var = (x - mean).square_().mean(0)
+        if not (mean + var).isfinite().all():  # clipped to +-5, the losses would not tell
+            raise FloatingPointError("an observation is not finite")
         total = self.count + n
         delta = mean - self.mean
         self.var.copy_((self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total)
@@ -689,7 +677,8 @@ class Agent(nn.Module):
 
     def forward(self, obs, vector, first, state, restarts):
         """obs uint8 [T, B, H, W, C], vector float32 [T, B, V], first bool [T, B], state float32 [B, state_size] before
-        obs[0]; restarts: the times, 0 among them, at which `first` is set somewhere.
+        obs[0]; restarts: the times, 0 among them, at which `first` is set in any row. There the sequence is cut for all
+        rows, and the state of those with `first` is zeroed.
         Returns logits [T, B, sum(heads)], values [T, B], state."""
         T, B = first.shape
         x = self.encode(obs.flatten(0, 1), vector.flatten(0, 1)).unflatten(0, (T, B))
@@ -797,7 +786,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
-    ratio = log_ratio.exp().clamp(0.05, 20.0)  # Sample Factory's band; no gradient outside
+    ratio = log_ratio.clamp(math.log(0.05), math.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
     vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
@@ -845,16 +834,15 @@ REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; a pipe never 
 WAKE = -1  # "group" of a message that only wakes the inference thread: slots were freed, or the run ends
 
 
-def play(args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
+def play(args: Args, worker: int, splits: list[gym.vector.VectorEnv], mailbox: SimpleNamespace, seed: int):
     """Steps the splits of one worker in turn, for ever. Generator: yields a split's number when its rows of the mailbox
-    are written; they belong to inference until the caller, who waits for the actions, asks for its next step."""
-    per_split = args.num_envs_per_worker // args.worker_num_splits
-    splits = [make_envs(args, per_split) for _ in range(args.worker_num_splits)]
-    starts = [worker * args.num_envs_per_worker + s * per_split for s in range(len(splits))]
-    rows = [slice(start, start + per_split) for start in starts]
-    ended = np.zeros((len(splits), per_split), bool)  # the last step ended an episode, so the next one only resets
-    returns, trained, lengths = np.zeros(ended.shape), np.zeros(ended.shape), np.zeros(ended.shape, np.int64)
-    one_head = isinstance(splits[0].single_action_space, gym.spaces.Discrete)
+    are written; they belong to the caller until it asks for that split's next step, with `mailbox.action` filled in.
+    The yields are 0, 1, .. S-1 (each after its reset), 0, 1, .. S-1 (each after a step), and so on."""
+    n = args.num_envs_per_worker // len(splits)
+    starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
+    rows = [slice(start, start + n) for start in starts]
+    ended = np.zeros((len(splits), n), bool)  # the last step ended an episode, so the next one only resets
+    totals = np.zeros((len(splits), n, 3))  # of the running episodes, what Mailbox.episode has of finished ones
 
     def write(r: slice, observation) -> None:
         image, vector = split_observation(observation)
@@ -863,26 +851,22 @@ def play(args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
             mailbox.vector[r] = vector
 
     try:
-        for s, envs in enumerate(splits):
-            observation, _ = envs.reset(seed=seed + s * per_split)
-            write(rows[s], observation)
-            mailbox.first[rows[s]], mailbox.terminated[rows[s]], mailbox.reward[rows[s]] = True, False, 0.0
-            mailbox.episode_length[rows[s]] = 0
+        for s, (r, envs) in enumerate(zip(rows, splits)):
+            observation, _ = envs.reset(seed=seed + s * n)
+            write(r, observation)
+            mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
             yield s
         while True:
-            for s, envs in enumerate(splits):
-                r, fresh, start = rows[s], ended[s].copy(), time.perf_counter()
-                action = mailbox.action[r, 0] if one_head else mailbox.action[r]
+            for s, (r, envs) in enumerate(zip(rows, splits)):
+                fresh, start = ended[s].copy(), time.perf_counter()
+                action = mailbox.action[r].reshape(envs.action_space.shape)
                 observation, reward, terminated, truncated, info = envs.step(action)
                 write(r, observation)
                 mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, fresh
-                for total, now in ((returns, info.get("raw_reward", reward)), (trained, reward), (lengths, 1)):
-                    total[s] = np.where(fresh, 0, total[s] + now)
                 ended[s] = terminated | truncated
-                for i in np.flatnonzero(ended[s]):
-                    row = r.start + i
-                    mailbox.episode_return[row], mailbox.episode_trained[row] = returns[s, i], trained[s, i]
-                    mailbox.episode_length[row] = lengths[s, i]
+                change = np.stack([info.get("raw_reward", reward), reward, np.ones(n)], axis=-1)
+                totals[s] = np.where(fresh[:, None], 0, totals[s] + change)
+                mailbox.episode[r] = totals[s] * ended[s][:, None]
                 mailbox.stepped[worker] += time.perf_counter() - start
                 yield s
     finally:
@@ -910,7 +894,8 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
     torch.set_num_threads(1)
     try:
         numpy, S = mailbox.numpy(), args.worker_num_splits
-        steps = play(args, worker, numpy, seed)
+        splits = [make_envs(args, args.num_envs_per_worker // S) for _ in range(S)]
+        steps = play(args, worker, splits, numpy, seed)
         for i, split in enumerate(steps):
             numpy.progress[worker] += 1
             os.write(request.fileno(), REQUEST.pack(worker * S + split, incarnation))
@@ -948,115 +933,108 @@ class Actors:
 
     def __init__(self, args: Args, mailbox: Mailbox, log, on_failure):
         self.args, self.shared, self.mailbox = args, mailbox, mailbox.numpy()
-        self.log, self.on_failure = log, on_failure
-        W, S = args.num_workers, args.worker_num_splits
+        self.log, self.on_failure, self.restarts = log, on_failure, 0
         # fork is unsafe beside threads and CUDA; spawn costs seconds and 100 MB an actor
         self.context = mp.get_context("forkserver")
         self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "vizdoom", "tyro", "tqdm"])
         self.request_reader, self.request_writer = self.context.Pipe(duplex=False)
-        self.processes, self.errors = [None] * W, [None] * W
-        self.incarnations, self.replies = [0] * W, [None] * (W * S)
-        self.seen, self.since = [-1] * W, [time.monotonic()] * W  # an actor's progress, and since when it is the same
-        self.deaths, self.restarts = [deque(maxlen=3) for _ in range(W)], 0
+        self.all = [
+            SimpleNamespace(worker=worker, incarnation=0, replies=(), deaths=deque(maxlen=3), process=None)
+            for worker in range(args.num_workers)
+        ]
         self.lock = threading.Lock()  # a reply pipe is not written to while it is replaced
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="supervisor", daemon=True)
 
     def start_all(self) -> None:
-        for worker in range(self.args.num_workers):
-            self.start(worker)
+        for one in self.all:
+            self.start(one)
         self.thread.start()
 
-    def start(self, worker: int) -> None:
-        S, allowed = self.args.worker_num_splits, sorted(os.sched_getaffinity(0))
-        pipes = [self.context.Pipe(duplex=False) for _ in range(S)]
-        self.errors[worker], errors_writer = self.context.Pipe(duplex=False)
+    def start(self, one: SimpleNamespace) -> None:
+        worker, allowed = one.worker, sorted(os.sched_getaffinity(0))
         core = allowed[worker % len(allowed)] if self.args.set_workers_cpu_affinity else None
-        entropy = [self.args.seed, worker, self.incarnations[worker]]
+        entropy = [self.args.seed, worker, one.incarnation]
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2  # and a few more, one a game, below 2**31
-        self.mailbox.phase[worker], self.mailbox.progress[worker] = STARTING, 0
-        process = self.context.Process(
-            target=actor, name=f"actor {worker}", daemon=True,
-            args=(self.args, worker, self.incarnations[worker], core, seed, self.shared, self.request_writer,
-                  [reader for reader, _ in pipes], errors_writer),
-        )  # fmt: skip
-        process.start()
-        self.processes[worker] = process
-        for reader, _ in pipes:
-            reader.close()
-        errors_writer.close()
+        self.mailbox.phase[worker] = STARTING
+        self.mailbox.progress[worker] = one.progress = 0  # requests when last looked at,
+        one.since = time.monotonic()  # and since when they are the same
+        readers, writers = zip(*[self.context.Pipe(duplex=False) for _ in range(self.args.worker_num_splits)])
+        one.errors, errors_writer = self.context.Pipe(duplex=False)
         with self.lock:
-            for s, (_, writer) in enumerate(pipes):
-                self.replies[worker * S + s] = writer
+            one.replies = writers
+        one.process = self.context.Process(
+            target=actor, name=f"actor {worker}", daemon=True,
+            args=(self.args, worker, one.incarnation, core, seed, self.shared, self.request_writer, readers,
+                  errors_writer),
+        )  # fmt: skip
+        one.process.start()
+        for end in (*readers, errors_writer):
+            end.close()
 
     def reply(self, requests: list[tuple[int, int]]) -> None:
         """Gives the rows of the requests' groups back to their actors."""
+        S = self.args.worker_num_splits
         with self.lock:
             for group, incarnation in requests:
                 if self.is_current(group, incarnation):
                     with contextlib.suppress(OSError):  # a dead actor's pipe; the supervisor will see to it
-                        os.write(self.replies[group].fileno(), b"\0")
+                        os.write(self.all[group // S].replies[group % S].fileno(), b"\0")
 
     def wake(self) -> None:
         os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
 
     def is_current(self, group: int, incarnation: int) -> bool:
         """False for what is left of an actor that was replaced."""
-        return self.incarnations[group // self.args.worker_num_splits] == incarnation
+        return self.all[group // self.args.worker_num_splits].incarnation == incarnation
 
     def watch(self) -> None:
         """The supervisor thread."""
         try:
             while not self.stopping.is_set():
-                self.look_after_all()
+                multiprocessing.connection.wait([one.process.sentinel for one in self.all], timeout=0.5)
+                for one in self.all:
+                    self.look_after(one)
         except BaseException as error:
             self.on_failure(error)
 
-    def look_after_all(self) -> None:
-        ready = multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=0.5)
-        for worker, process in enumerate(self.processes):
-            progress, phase, now = self.mailbox.progress[worker], self.mailbox.phase[worker], time.monotonic()
-            if progress != self.seen[worker] or phase == WAITING:  # the clock runs only while the actor owns its rows
-                self.seen[worker], self.since[worker] = progress, now
-            if process.sentinel in ready:
-                what = "died"
-            elif now - self.since[worker] > self.args.actor_timeout:
-                what = f"made no progress for {self.args.actor_timeout:.0f} s while {['starting', 'stepping'][phase]}"
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its errors pipe
-                time.sleep(0.5)
-            else:
-                continue
-            if self.stopping.is_set():
-                return
-            self.replace(worker, what)
-            self.seen[worker], self.since[worker] = -1, time.monotonic()
+    def look_after(self, one: SimpleNamespace) -> None:
+        progress, phase = self.mailbox.progress[one.worker], self.mailbox.phase[one.worker]
+        if progress != one.progress or phase == WAITING:  # the clock runs only while the actor owns its rows
+            one.progress, one.since = progress, time.monotonic()
+        if not one.process.is_alive():
+            what = "died"
+        elif time.monotonic() - one.since > self.args.actor_timeout:
+            what = f"made no progress for {self.args.actor_timeout:.0f} s while {['starting', 'stepping'][phase]}"
+            with contextlib.suppress(OSError):
+                os.kill(one.process.pid, signal.SIGUSR1)  # it writes its stack to its errors pipe
+            time.sleep(0.5)
+        else:
+            return
+        if not self.stopping.is_set():
+            self.replace(one, what)
 
-    def replace(self, worker: int, what: str) -> None:
-        process, last_words = self.processes[worker], ""
-        end_group(process.pid)
-        process.kill()  # if it died or hung before it had a group of its own
-        process.join(5)
-        while self.errors[worker].poll():
-            text = os.read(self.errors[worker].fileno(), 65536).decode(errors="replace")
-            if not text:
-                break
-            last_words += text
-        what = f"actor {worker} {what} (exit code {process.exitcode})"
-        self.deaths[worker].append(time.monotonic())
+    def replace(self, one: SimpleNamespace, what: str) -> None:
+        end_group(one.process.pid)
+        one.process.kill()  # if it died or hung before it had a group of its own
+        one.process.join(5)
+        last_words = ""
+        while one.errors.poll() and (text := os.read(one.errors.fileno(), 65536)):
+            last_words += text.decode(errors="replace")
+        what = f"actor {one.worker} {what} (exit code {one.process.exitcode})"
+        one.deaths.append(time.monotonic())
         self.restarts += 1
-        barren = self.mailbox.progress[worker] <= self.args.worker_num_splits  # it has not made a single step
+        barren = self.mailbox.progress[one.worker] <= self.args.worker_num_splits  # it has not made a single step
         short = 60 + (3 * self.args.actor_timeout if barren else 0)
-        if len(self.deaths[worker]) == 3 and time.monotonic() - self.deaths[worker][0] < short:
+        if len(one.deaths) == 3 and one.deaths[2] - one.deaths[0] < short:
             self.stopping.set()
             return self.on_failure(RuntimeError(f"{what}, for the third time\n{last_words.strip()}".strip()))
         self.log(f"{what}; starting it again\n{last_words}".strip())
-        self.errors[worker].close()
         with self.lock:
-            self.incarnations[worker] += 1  # what is left of the old one's requests is dropped from here on
-            for s in range(self.args.worker_num_splits):
-                self.replies[worker * self.args.worker_num_splits + s].close()
-        self.start(worker)
+            one.incarnation += 1  # what is left of the old one's requests is dropped from here on
+            for end in (*one.replies, one.errors):
+                end.close()
+        self.start(one)
 
     def stop(self, patience: float = 5.0) -> None:
         """Ends all actors: by closing their pipes, and after `patience` seconds by force."""
@@ -1064,12 +1042,13 @@ class Actors:
         if self.thread.ident:
             self.thread.join()
         with self.lock:
-            for writer in filter(None, self.replies):
+            for writer in (writer for one in self.all for writer in one.replies):
                 writer.close()
         deadline = time.monotonic() + patience
-        for process in filter(None, self.processes):
+        started = [one.process for one in self.all if one.process and one.process.pid]
+        for process in started:
             process.join(max(0.0, deadline - time.monotonic()))
-        for process in filter(None, self.processes):
+        for process in started:
             end_group(process.pid)
             process.kill()
 
@@ -1102,29 +1081,30 @@ class ActingPolicy:
     reads half an update."""
 
     def __init__(self, agent: Agent, version: int, device: torch.device):
-        # to() packs the core's weights for cuDNN again
-        self.copies = [copy.deepcopy(agent).requires_grad_(False).to(device) for _ in range(2)]
-        self.locks, self.events, self.versions = [threading.Lock(), threading.Lock()], [None, None], [version] * 2
-        self.current, self.device = 0, device
+        def copied():  # to() packs the core's weights for cuDNN again
+            frozen = copy.deepcopy(agent).requires_grad_(False).to(device)
+            return SimpleNamespace(agent=frozen, version=version, lock=threading.Lock(), event=None)
+
+        self.current, self.spare, self.device = copied(), copied(), device
+
+    @contextlib.contextmanager
+    def hold(self, one: SimpleNamespace):
+        with one.lock:
+            wait_event(one.event)
+            yield one
+            one.event = record_event(self.device)
+
+    def use(self):
+        """Context of one inference: yields the current copy, with its `agent` and `version`."""
+        return self.hold(self.current)
 
     @torch.no_grad()
     def publish(self, agent: Agent, version: int) -> None:
-        spare = 1 - self.current
-        with self.locks[spare]:
-            wait_event(self.events[spare])
-            for to, source in zip(self.copies[spare].state_dict().values(), agent.state_dict().values()):
+        with self.hold(self.spare) as spare:  # waits for the last inference that still used it
+            for to, source in zip(spare.agent.state_dict().values(), agent.state_dict().values()):
                 to.copy_(source)
-            self.versions[spare], self.events[spare] = version, record_event(self.device)
-        self.current = spare
-
-    @contextlib.contextmanager
-    def use(self):
-        """Yields (agent, version)."""
-        current = self.current
-        with self.locks[current]:
-            wait_event(self.events[current])
-            yield self.copies[current], self.versions[current]
-            self.events[current] = record_event(self.device)
+            spare.version = version
+        self.current, self.spare = spare, self.current
 
 
 class Inference:
@@ -1142,7 +1122,7 @@ class Inference:
         self.begun = np.zeros(self.groups, int)  # rollouts begun, for --sync
         self.quota = args.batch_size // (rows * args.rollout)  # with --sync: rollouts per row and iteration,
         self.allowed = self.quota if args.sync else sys.maxsize  # and so far
-        self.state = torch.zeros(rows, acting.copies[0].state_size, device=device)
+        self.state = torch.zeros(rows, acting.current.agent.state_size, device=device)
         self.obs = torch.zeros_like(mailbox.obs, device=device)
         self.vector = torch.zeros_like(mailbox.vector, device=device)
         if device.type == "cuda":  # pinned, so that copies to the device run beside the host
@@ -1150,7 +1130,7 @@ class Inference:
                 if tensor.numel():
                     error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
                     torch.cuda.check_error(int(error))
-        self.episodes: deque[tuple[float, float, int]] = deque(maxlen=100_000)  # raw return, trained return, steps
+        self.episodes: deque[list[float]] = deque(maxlen=100)  # the last finished ones, as in Mailbox.episode
         self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
@@ -1180,7 +1160,7 @@ class Inference:
     def serve(self, groups: list[int]) -> list[int]:
         """Stores the groups' mailbox rows, and writes actions for all that have a slot; returns those."""
         done = [group for group in groups if self.t[group] == self.args.rollout]
-        if done:  # obs[T] and the last reward are in: hand the slots over before new ones are taken
+        if done:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
             self.store(done)
             event = record_event(self.device)
             for group in done:
@@ -1194,6 +1174,11 @@ class Inference:
         if ready:
             self.act(ready)
         return ready
+
+    def allow_next_iteration(self) -> None:
+        """With --sync the learner calls this when it has published; the waiting groups are served at the next request
+        or WAKE."""
+        self.allowed += self.quota
 
     def take_slots(self, group: int) -> bool:
         if len(self.free_slots) < self.size or self.begun[group] >= self.allowed:
@@ -1228,20 +1213,17 @@ class Inference:
     def act(self, groups: list[int]) -> None:
         (rows, t, slots, first), (d_rows, d_t, d_slots, d_first) = self.store(groups)
         n, rollouts = len(rows), self.rollouts
-        with self.acting.use() as (agent, version):
+        with self.acting.use() as policy:
             state = self.state[d_rows]
             obs, vector = self.obs[None, :n], self.vector[None, :n]
-            logits, values, new_state = agent(obs, vector, d_first[None].bool(), state, [0])
-            actions, logprobs = sample_actions(logits[0], agent.heads)
-            self.state[d_rows] = new_state
+            logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state, [0])
+            actions, logprobs = sample_actions(logits[0], policy.agent.heads)
             rollouts.actions[d_t, d_slots] = actions
             rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
             rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
-        rollouts.versions[t, slots] = version
+            rollouts.versions[t, slots] = policy.version
         self.numpy.action[rows] = actions.cpu().numpy()  # the one place where inference waits for the device
-        for row in rows[first & (self.numpy.episode_length[rows] > 0)]:
-            m = self.numpy
-            self.episodes.append((m.episode_return[row], m.episode_trained[row], m.episode_length[row]))
+        self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
         for group in groups:
             self.t[group] += 1
         self.served += n
@@ -1257,14 +1239,15 @@ class Inference:
 class Learner:
     """Takes FULL slots, B at a time, and improves the policy."""
 
-    def __init__(self, args: Args, agent: Agent, rollouts: Rollouts, acting: ActingPolicy, device: torch.device):
+    def __init__(self, args: Args, agent: Agent, rollouts: Rollouts, acting: ActingPolicy, device: torch.device,
+                 release):  # fmt: skip
         self.args, self.agent, self.rollouts, self.acting, self.device = args, agent, rollouts, acting, device
+        self.release = release  # release(slots, event) makes slots FREE
         self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
         self.version = 0  # optimiser steps
-        self.global_step = 0  # valid transitions learned from
+        self.global_step = 0  # valid transitions received
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
-        self.initialised = not args.normalize_input  # the statistics of the inputs have seen their first samples
         self.waited = self.learned = 0.0  # seconds without full slots, and at work
         B = args.batch_size // args.rollout
         # A batch is gathered into the same memory each time: fresh pages would cost more than the copy
@@ -1274,11 +1257,12 @@ class Learner:
         }  # fmt: skip
 
     def load(self, checkpoint: dict) -> None:
+        self.agent.load_state_dict(checkpoint["agent"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
         self.best_return = checkpoint["best_return"]
-        self.initialised = True
+        self.acting.publish(self.agent, self.version)
 
     def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
         """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
@@ -1297,17 +1281,17 @@ class Learner:
         rnn_state = r.rnn_state[d_slots]
         return Batch(**self.buffer, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
 
-    def iterate(self, slots: np.ndarray, release) -> dict[str, float]:
-        """Learns from B FULL slots; `release(event)` is called when they may be written again. Returns metrics.
+    def iterate(self, slots: np.ndarray) -> dict[str, float]:
+        """Learns from B FULL slots; hands them to `release` as soon as they may be written again. Returns metrics.
 
         Raises FloatingPointError before a non-finite update is made: the weights are still good.
         """
         args, metrics, start = self.args, {}, time.perf_counter()
         batch, lags = self.gather(slots)
-        release(record_event(self.device))
+        self.release(slots, record_event(self.device))
+        # the first samples only initialise the statistics of the inputs
+        epochs = args.num_epochs if self.global_step or not args.normalize_input else 0
         self.global_step += len(lags)
-        epochs = args.num_epochs if self.initialised else 0  # the first samples only initialise the statistics
-        self.initialised |= len(lags) > 0
         if batch.size == 0:  # a batch without a usable sample is no update
             self.skipped += 1
             epochs = 0
@@ -1347,20 +1331,19 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
                    args=asdict(learner.args))  # fmt: skip
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary = path.with_name("saving.tmp")
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def save_latest(folder: Path, learner: Learner, keep: int) -> None:
-    save_checkpoint(folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth", learner)
-    for old in sorted(folder.glob("checkpoint_*.pth"), key=os.path.getmtime)[:-keep]:
+    path = folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth"
+    save_checkpoint(path, learner)
+    others = sorted(set(folder.glob("checkpoint_*.pth")) - {path}, key=os.path.getmtime, reverse=True)
+    for old in others[keep - 1 :]:
         old.unlink()
 
 
@@ -1389,8 +1372,8 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     """Plays `eval_episodes` episodes with a checkpoint; prints and returns their raw returns."""
     if args.save_video:
         import imageio.v2 as imageio
-    device = torch.device(args.device)
-    count = min(args.eval_episodes, 16)
+    device, count = torch.device(args.device), min(args.eval_episodes, 16)
+    args = replace(args, num_envs_per_worker=count, worker_num_splits=1)
     envs = make_envs(args, count)
     spaces = spaces_of(envs)
     checkpoint = load_checkpoint(folder / "checkpoints", args.load_checkpoint_kind, print)
@@ -1400,28 +1383,21 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     agent.load_state_dict(checkpoint["agent"])
     torch.manual_seed(args.seed)
     per_env = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
-    returns, total = [[] for _ in range(count)], np.zeros(count)
-    first, ended, frames = np.ones(count, bool), np.zeros(count, bool), []
-    state = torch.zeros(count, agent.state_size, device=device)
-    observation, _ = envs.reset(seed=args.seed)
+    returns, frames, mailbox = [[] for _ in range(count)], [], Mailbox(spaces, count, 1)
+    numpy, state = mailbox.numpy(), torch.zeros(count, agent.state_size, device=device)
     with tqdm(total=count * per_env, desc="episodes", disable=None) as bar:
-        while any(len(finished) < per_env for finished in returns):
+        for _ in play(args, 0, [envs], numpy, args.seed):
+            for i in np.flatnonzero(numpy.episode[:, 2]):
+                if len(returns[i]) < per_env:
+                    returns[i].append(float(numpy.episode[i, 0]))
+                    bar.update()
+            if all(len(finished) == per_env for finished in returns):
+                break
             if args.save_video and len(returns[0]) < per_env and len(frames) * args.frameskip < 60 * 35:  # a minute
                 frames.append(envs.envs[0].render().copy())
-            image, vector = split_observation(observation)
-            vector = np.zeros((count, 0), np.float32) if vector is None else vector
-            tensors = [torch.from_numpy(array).to(device)[None] for array in (image, vector, first)]
+            tensors = [part.to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
             logits, _, state = agent(*tensors, state, [0])
-            actions = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
-            first = ended  # these games only reset now
-            actions = actions if len(spaces.heads) > 1 else actions[:, 0]
-            observation, reward, terminated, truncated, info = envs.step(actions)
-            total = np.where(first, 0, total + info.get("raw_reward", reward))
-            ended = terminated | truncated
-            for i in np.flatnonzero(ended):
-                if len(returns[i]) < per_env:
-                    returns[i].append(float(total[i]))
-                    bar.update()
+            numpy.action[:] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
     envs.close()
     flat = [value for finished in returns for value in finished][: args.eval_episodes]
     how = "likeliest" if args.eval_deterministic else "sampled"
@@ -1444,9 +1420,15 @@ SESSION = ("train_for_seconds", "restart_behavior", "evaluate", "eval_episodes",
            "load_checkpoint_kind", "save_video")  # flags of one session, not of the experiment  # fmt: skip
 
 
+def with_absolute_path(args: Args) -> Args:
+    if args.cfg_path and os.path.exists(args.cfg_path):  # else ViZDoom looks among its own scenarios
+        args.cfg_path = os.path.abspath(args.cfg_path)
+    return args
+
+
 def parse_args() -> tuple[Args, Path]:
     """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
-    args = tyro.cli(Args)
+    args = with_absolute_path(tyro.cli(Args))
     if args.experiment is None and args.evaluate:
         raise UserError("--evaluate needs the name of an --experiment")
     experiment = args.experiment or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
@@ -1457,7 +1439,7 @@ def parse_args() -> tuple[Args, Path]:
         saved = json.loads((folder / "cfg.json").read_text())["args"]
         names = [field.name for field in fields(Args) if field.name not in SESSION]
         old = Args(**{name: saved[name] for name in names if name in saved})
-        args = tyro.cli(Args, default=old)
+        args = with_absolute_path(tyro.cli(Args, default=old))
         changed = [name for name in names if getattr(args, name) != getattr(old, name)]
         overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in changed}
         fixed = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")
@@ -1466,8 +1448,6 @@ def parse_args() -> tuple[Args, Path]:
         for text in overrides.values():
             print(f"override: {text}")
     args.experiment = experiment
-    if args.cfg_path and os.path.exists(args.cfg_path):  # else ViZDoom looks among its own scenarios
-        args.cfg_path = os.path.abspath(args.cfg_path)
     return args, folder
 
 
@@ -1498,6 +1478,17 @@ def check_shared_memory(needed: int) -> None:
                         "games or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
 
 
+def open_log(folder: Path):
+    """The run's log.txt, which one run at a time may hold. Raises UserError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "log.txt", "a", buffering=1)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"another run is using {folder}") from None
+    return file
+
+
 class Reporter:
     """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report."""
 
@@ -1506,9 +1497,7 @@ class Reporter:
         self.writer, self.log = writer, log
         self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
                         unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
-        self.returns, self.trained, self.lengths = deque(maxlen=100), deque(maxlen=100), deque(maxlen=100)
-        self.metrics, self.last, self.text = {}, self.counters(), ""
-        self.logged = time.monotonic()
+        self.metrics, self.last, self.returns = {}, self.counters(), []
 
     def counters(self) -> dict[str, float]:
         i, learner = self.inference, self.learner
@@ -1516,22 +1505,19 @@ class Reporter:
                     sampled=i.steps, served=i.served, batches=i.batches, idle=i.idle, held=i.held,
                     stepped=float(self.mailbox.stepped.mean()))  # fmt: skip
 
-    def update(self, metrics: dict[str, float]) -> None:
-        """Called after every iteration, with its metrics."""
+    def update(self, metrics: dict[str, float]) -> bool:
+        """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
         self.metrics |= metrics
         now = self.counters()
-        seconds = now["time"] - self.last["time"]
-        if seconds >= 5:
-            self.report({name: now[name] - self.last[name] for name in now}, seconds)
-            self.last = now
-        self.bar.n = self.learner.global_step
-        self.bar.set_postfix_str(self.text, refresh=False)
+        self.bar.n = now["step"]
         self.bar.update(0)
+        if due := now["time"] - self.last["time"] >= 5:
+            self.report(now["step"], {name: now[name] - self.last[name] for name in now})
+            self.last = now
+        return due
 
-    def report(self, change: dict[str, float], seconds: float) -> None:
-        while self.inference.episodes:
-            for window, value in zip((self.returns, self.trained, self.lengths), self.inference.episodes.popleft()):
-                window.append(value)
+    def report(self, step: int, change: dict[str, float]) -> None:
+        seconds = change["time"]
         fps = change["step"] * self.args.frameskip / seconds
         scalars = self.metrics | {
             "charts/SPS": change["step"] / seconds,
@@ -1545,75 +1531,69 @@ class Reporter:
             "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
             "stats/skipped_batches": self.learner.skipped,
         }
-        if self.returns:
-            scalars["charts/episodic_return"] = np.mean(self.returns)
-            scalars["charts/episodic_length"] = np.mean(self.lengths)
-            scalars["charts/episodic_return_trained"] = np.mean(self.trained)
+        episodes = list(self.inference.episodes)
+        self.returns = [episode[0] for episode in episodes]
+        if episodes:
+            tags = ("charts/episodic_return", "charts/episodic_return_trained", "charts/episodic_length")
+            scalars |= zip(tags, np.mean(episodes, axis=0))
         for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, self.learner.global_step)
+            self.writer.add_scalar(tag, value, step)
         if change["held"] >= change["waited"]:
             bottleneck = "learner"
         else:
             bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
-        episodes = f"return {np.mean(self.returns):.2f}, " if self.returns else ""
-        lag = self.metrics.get("lag/mean", 0)
-        self.text = f"{fps:,.0f} frames/s, {episodes}lag {lag:.1f}, bottleneck: {bottleneck}"
-        if time.monotonic() - self.logged >= 10:
-            self.logged = time.monotonic()
-            self.log(f"step {self.learner.global_step:,}: {self.text}", self.bar.disable)
+        score = f"return {np.mean(self.returns):.2f}, " if episodes else ""
+        text = f"{fps:,.0f} frames/s, {score}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
+        self.bar.set_postfix_str(text)
+        self.log(f"step {step:,}: {text}", self.bar.disable)
 
     def is_best(self, best_return: float) -> bool:
-        return len(self.returns) == self.returns.maxlen and np.mean(self.returns) > best_return
+        """After a report: the mean return of 100 episodes is higher than `best_return`."""
+        return len(self.returns) == 100 and np.mean(self.returns) > best_return
 
 
-def wait_for_games(args: Args, rows: int, mailbox: SimpleNamespace, full: queue.SimpleQueue, stop_signals: list[int]):
+def wait_for_games(args: Args, mailbox: SimpleNamespace, full: queue.SimpleQueue, stop_signals: list[int]) -> None:
     """Returns when every game has been started or the user stops the run; raises what ends an actor for good."""
-    per_split = args.num_envs_per_worker // args.worker_num_splits
+    S, rows = args.worker_num_splits, args.num_workers * args.num_envs_per_worker
     with tqdm(total=rows, desc="starting games", disable=None) as bar:
         while bar.n < rows and not stop_signals:
-            if not full.empty():
-                raise full.get()
+            if not full.empty() and (error := full.get()):
+                raise error
             time.sleep(0.1)
-            bar.n = int(np.minimum(mailbox.progress, args.worker_num_splits).sum()) * per_split
+            bar.n = int(np.minimum(mailbox.progress, S).sum()) * args.num_envs_per_worker // S
             bar.refresh()
 
 
 def from_actors(full: queue.SimpleQueue, count: int, learner: Learner, stop_signals: list[int]):
     """Generator of the slots of one iteration, oldest first; ends when the user stops the run."""
-    slots: list[int] = []
-    start = time.perf_counter()
-    while not stop_signals:
-        if len(slots) >= count:
-            learner.waited += time.perf_counter() - start
-            yield np.array(slots[:count])
-            slots, start = slots[count:], time.perf_counter()
-            continue
-        try:
-            item = full.get(timeout=0.5)  # only to notice a signal
-        except queue.Empty:
-            continue
-        if isinstance(item, BaseException):
-            raise item
-        more, event = item
-        wait_event(event)  # inference's writes to these slots
-        slots.extend(more)
+    slots, start = [], time.perf_counter()
+    while True:
+        while len(slots) < count:
+            item = full.get()
+            if isinstance(item, BaseException):
+                raise item
+            if stop_signals:  # whose handler put a None to wake us
+                return
+            more, event = item
+            wait_event(event)  # inference's writes to these slots
+            slots.extend(more)
+        learner.waited += time.perf_counter() - start
+        yield np.array(slots[:count])
+        slots, start = slots[count:], time.perf_counter()
 
 
-def in_process(args: Args, mailbox: SimpleNamespace, inference: Inference, full: queue.SimpleQueue, stop_signals):
+def in_process(args: Args, mailbox: SimpleNamespace, inference: Inference, learner: Learner, stop_signals: list[int]):
     """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, one after the other."""
-    count, waiting, slots = args.batch_size // args.rollout, [], []
-    for split in play(args, 0, mailbox, args.seed):
-        waiting.append(split)
-        served = inference.serve(waiting)
-        while not full.empty():
-            slots.extend(full.get()[0])
-        if len(slots) == count:
-            yield np.array(slots)
-            slots = []
-            served += inference.serve([group for group in waiting if group not in served])
-        waiting = [group for group in waiting if group not in served]
+    slots, start = [], time.perf_counter()
+    for _ in play(args, 0, [make_envs(args, args.num_envs_per_worker)], mailbox, args.seed):
         if stop_signals:
             return
+        while not inference.serve([0]):  # its slots are full and its share of this iteration is collected
+            while not inference.full.empty():
+                slots.extend(inference.full.get()[0])
+            learner.waited += time.perf_counter() - start
+            yield np.array(slots)
+            slots, start = [], time.perf_counter()
 
 
 def train(typed: Args, folder: Path) -> int:
@@ -1625,24 +1605,21 @@ def train(typed: Args, folder: Path) -> int:
     if device.type == "cpu":
         keep_freed_memory()
     else:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
+        torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     torch.manual_seed(args.seed)
     probe = make_envs(args, 1)  # for its spaces; starts no game
     spaces = spaces_of(probe)
     probe.close()
     T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
     rows = max(1, W) * args.num_envs_per_worker
-    check_shared_memory(Mailbox.nbytes(spaces, rows) + rows * GAME_SHARED_MEMORY)
+    check_shared_memory(rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY))
 
-    if folder.exists() and args.restart_behavior != "resume":
+    begun, log_file, checkpoints = folder.exists(), open_log(folder), folder / "checkpoints"
+    if begun and args.restart_behavior != "resume":
         put_aside(folder, args.restart_behavior)
-    checkpoints = folder / "checkpoints"
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    log_file = open(folder / "log.txt", "a", buffering=1)
-    try:
-        fcntl.flock(log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"another run is using {folder}") from None
+        log_file = open_log(folder)
+    checkpoints.mkdir(exist_ok=True)
 
     def log(text: str, show: bool = True) -> None:
         log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
@@ -1654,17 +1631,20 @@ def train(typed: Args, folder: Path) -> int:
     # slots at once).
     slots = max(rows + args.max_batches_ahead * B, B + args.num_envs_per_worker // args.worker_num_splits)
     rollouts = Rollouts(spaces, T, slots, agent.state_size, device)
-    checkpoint = load_checkpoint(checkpoints, "latest", log)
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-    acting = ActingPolicy(agent, checkpoint["version"] if checkpoint else 0, device)
-    learner = Learner(args, agent, rollouts, acting, device)
-    if checkpoint:
+    acting = ActingPolicy(agent, 0, device)
+    full, free, actors = queue.SimpleQueue(), queue.SimpleQueue(), None
+
+    def release(slots: np.ndarray, event: torch.cuda.Event | None) -> None:
+        free.put((slots, event))
+        if actors:
+            actors.wake()
+
+    learner = Learner(args, agent, rollouts, acting, device, release)
+    if checkpoint := load_checkpoint(checkpoints, "latest", log):
         learner.load(checkpoint)
         if learner.global_step >= args.total_timesteps:
             raise UserError(f"{folder} has its {learner.global_step:,} steps already; raise --total-timesteps to go on")
     mailbox = Mailbox(spaces, rows, max(1, W))
-    full, free, stop_signals = queue.SimpleQueue(), queue.SimpleQueue(), []
     free.put((np.arange(slots), None))
     inference = Inference(args, mailbox, rollouts, acting, device, full, free)
 
@@ -1679,35 +1659,38 @@ def train(typed: Args, folder: Path) -> int:
         f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
         f"({B} rollouts of {T} steps) per update; expected lag about {lag:.1f} versions",
-        f"{Mailbox.nbytes(spaces, rows) / 2**20:.1f} MiB of shared memory beside the games' own, "
-        f"{rollouts.nbytes() / 2**20:.0f} MiB of rollouts in {slots} slots",
+        f"{mebibytes(mailbox):.1f} MiB of shared memory beside the games' own, "
+        f"{mebibytes(rollouts):.0f} MiB of rollouts in {slots} slots",
         f"up to {args.total_timesteps:,} steps = {args.total_timesteps * args.frameskip:,} frames; files in {folder}",
     ):
         log(line)
+
+    stop_signals = []
 
     def on_signal(number, frame):
         if stop_signals:
             raise KeyboardInterrupt  # the second time: at once, without a checkpoint
         stop_signals.append(number)
+        full.put(None)  # wakes the learner; SimpleQueue.put may be called from a handler
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    writer, actors, thread = SummaryWriter(str(folder), flush_secs=10), None, None
+    writer, thread = SummaryWriter(str(folder), flush_secs=10), None
     writer.add_text("args", json.dumps(asdict(args), indent=2))
     try:
         if W:
             actors = Actors(args, mailbox, log, on_failure=full.put)
             actors.start_all()
-            wait_for_games(args, rows, mailbox.numpy(), full, stop_signals)
+            wait_for_games(args, mailbox.numpy(), full, stop_signals)
             thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
             thread.start()
             source = from_actors(full, B, learner, stop_signals)
         else:
-            source = in_process(args, mailbox.numpy(), inference, full, stop_signals)
+            source = in_process(args, mailbox.numpy(), inference, learner, stop_signals)
         reporter = Reporter(args, learner, inference, mailbox.numpy(), writer, log)
         with own_stream(device, args.learner_threads), reporter.bar:
-            learn(args, checkpoints, learner, inference, actors, source, free, reporter)
+            learn(args, checkpoints, learner, inference, actors, source, reporter)
     finally:
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)  # what interrupted the clean-up would leave games behind
@@ -1726,32 +1709,24 @@ def train(typed: Args, folder: Path) -> int:
 
 
 def learn(args: Args, checkpoints: Path, learner: Learner, inference: Inference, actors: Actors | None, source,
-          free: queue.SimpleQueue, reporter: Reporter) -> None:  # fmt: skip
+          reporter: Reporter) -> None:  # fmt: skip
     """The learner's loop. However it ends but by a second Ctrl-C, it leaves a checkpoint of the last good weights."""
-    started = saved = best_saved = time.monotonic()
+    started = saved = time.monotonic()
     try:
         for slots in source:
-
-            def release(event: torch.cuda.Event | None) -> None:
-                free.put((slots, event))
-                if actors:
-                    actors.wake()
-
-            metrics = learner.iterate(slots, release)
+            metrics = learner.iterate(slots)
             if args.sync:
-                inference.allowed += inference.quota
+                inference.allow_next_iteration()
                 if actors:
                     actors.wake()
-            reporter.update(metrics)
             now = time.monotonic()
+            if reporter.update(metrics) and reporter.is_best(learner.best_return):
+                learner.best_return = float(np.mean(reporter.returns))
+                save_checkpoint(checkpoints / "best.pth", learner)
             if now - saved >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved = now
-            if now - best_saved >= 30 and reporter.is_best(learner.best_return):
-                learner.best_return = float(np.mean(reporter.returns))
-                save_checkpoint(checkpoints / "best.pth", learner)
-                best_saved = now
-            timed_out = args.train_for_seconds and now - started >= args.train_for_seconds
+            timed_out = args.train_for_seconds is not None and now - started >= args.train_for_seconds
             if learner.global_step >= args.total_timesteps or timed_out:
                 break
     finally:

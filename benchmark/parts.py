@@ -166,7 +166,7 @@ def network(options: Options) -> dict[str, float]:
         field.fill_(value)
     rollouts.rewards[:] = 0
     acting = appo.ActingPolicy(agent, 0, device)
-    learner = appo.Learner(args, agent, rollouts, acting, device)
+    learner = appo.Learner(args, agent, rollouts, acting, device, lambda slots, event: None)
     result = {}
 
     def median(repeats: int, function) -> float:
@@ -187,7 +187,7 @@ def network(options: Options) -> dict[str, float]:
             )
             result[f"inference, batch {n}"] = median(30, lambda: agent(*inputs, [0])) / n
     result["learning, batch 1024"] = (
-        median(8, lambda: learner.iterate(np.random.permutation(64)[:32], lambda event: None)) / 1024
+        median(8, lambda: learner.iterate(np.random.permutation(64)[:32])) / 1024
     )
     return result
 

@@ -209,12 +209,32 @@ def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
     torch.testing.assert_close(norm(x), x / 255.0, msg="before its first samples it only scales")
     for chunk, mask in zip(chunks, valid):
         norm.update(torch.from_numpy(chunk), torch.from_numpy(mask))
-    norm.update(torch.from_numpy(chunks[0]), torch.zeros(7))  # nothing valid: nothing changes
+    norm.update(torch.from_numpy(chunks[0]), torch.zeros(7, dtype=torch.bool))  # nothing valid: nothing changes
     data = np.concatenate([chunk[mask] for chunk, mask in zip(chunks, valid)]) / 255.0
     np.testing.assert_allclose(norm.mean, data.mean(0), rtol=1e-5)
     np.testing.assert_allclose(norm.var, data.var(0), rtol=1e-4)
     expected = np.clip((chunks[2] / 255.0 - data.mean(0)) / np.sqrt(data.var(0) + 1e-5), -5, 5)
     np.testing.assert_allclose(norm(torch.from_numpy(chunks[2])), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_an_input_that_is_not_finite_is_refused_where_it_counts(appo):
+    norm = appo.Normalizer((2,), 1.0)
+    x = torch.tensor([[1.0, 2.0], [3.0, torch.inf]])
+    norm.update(x, torch.tensor([True, False]))
+    assert norm.mean.tolist() == [1.0, 2.0]
+    with pytest.raises(FloatingPointError):
+        norm.update(x, torch.tensor([True, True]))
+    assert norm.mean.tolist() == [1.0, 2.0] and norm.count == 1, "nothing is changed before it is refused"
+
+
+def test_a_far_off_policy_sample_has_a_finite_gradient(appo):
+    """exp(100) is infinite in float32; the ratio's clamp must stand before the exponential."""
+    args, agent = make_agent(appo)
+    batch = make_batch(appo, agent)
+    batch.logprobs[0, 0] = -100.0
+    loss, _ = appo.appo_loss(args, agent, batch)
+    loss.backward()
+    assert torch.isfinite(loss) and all(torch.isfinite(p.grad).all() for p in agent.parameters())
 
 
 def test_sampling_follows_the_policy(appo):

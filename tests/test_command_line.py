@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -143,6 +143,27 @@ def test_bad_input_gets_one_line(flags, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert re.match(f"error: {BAD[flags]}", error) and error.count("\n") == 1
     assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.rglob("cfg.json"))
+
+
+def test_the_same_command_resumes(tmp_path, monkeypatch):
+    """A scenario file given by a relative path is kept as an absolute one; that is no other environment."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.cfg").touch()
+    monkeypatch.setattr(sys, "argv", ["appo", "--experiment", "e", "--cfg-path", "own.cfg"])
+    args, folder = appo_doom.parse_args()
+    folder.mkdir(parents=True)
+    (folder / "cfg.json").write_text(json.dumps({"args": asdict(args)}))
+    assert appo_doom.parse_args()[0] == args
+
+
+def test_a_running_experiment_is_not_overwritten(tmp_path, monkeypatch):
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "cfg.json").write_text("{}")
+    running = appo_doom.open_log(tmp_path / "e")
+    with pytest.raises(appo_doom.UserError, match="another run is using"):
+        appo_doom.train(appo_doom.Args(restart_behavior="overwrite", device="cpu"), tmp_path / "e")
+    assert (tmp_path / "e" / "cfg.json").exists()
+    running.close()
 
 
 def test_mistyped_flag():

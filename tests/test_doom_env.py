@@ -200,6 +200,8 @@ def test_own_scenario(tmp_path):
     (gym.spaces.Box(-1, 1, (4,), np.float32), False),
     (gym.spaces.Dict(a=gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), b=gym.spaces.Box(-1, 1, (4,), np.float32)), True),
     (gym.spaces.Dict(a=gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), b=gym.spaces.Discrete(3)), False),
+    (gym.spaces.Dict(a=gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), b=gym.spaces.Box(-1, 1, (5, 5), np.float32)), False),
+    (gym.spaces.Dict({name: gym.spaces.Box(0, 255, (72, 128, 3), np.uint8) for name in "ab"}), False),
 ])  # fmt: skip
 def test_unsupported_spaces_are_refused_by_name(space, ok):
     class Env(gym.Env):
@@ -209,5 +211,17 @@ def test_unsupported_spaces_are_refused_by_name(space, ok):
     if ok:
         assert spaces_of(envs).image == (72, 128, 3)
     else:
-        with pytest.raises(UserError, match="unsupported observation space"):
+        with pytest.raises(UserError, match="unsupported spaces"):
             spaces_of(envs)
+    for action, heads in (
+        (gym.spaces.MultiDiscrete([5]), (5,)),
+        (gym.spaces.Discrete(2, start=1), None),
+        (gym.spaces.Box(-1, 1, (2,)), None),
+    ):
+        Env.action_space = action
+        envs = gym.vector.SyncVectorEnv([Env], autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+        if ok and heads:
+            assert spaces_of(envs).heads == heads
+        else:
+            with pytest.raises(UserError, match="unsupported spaces"):
+                spaces_of(envs)

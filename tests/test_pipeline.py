@@ -5,7 +5,7 @@ The observation says which environment it is from, which episode and which step;
 
 import queue
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import numpy as np
 import pytest
@@ -65,6 +65,7 @@ class Pipeline:
         self.full, self.free, self.log = queue.SimpleQueue(), queue.SimpleQueue(), []
         self.free.put((np.arange(2 * self.rows), None))
         self.inference = appo.Inference(args, self.mailbox, self.rollouts, self.acting, device, self.full, self.free)
+        self.inference.episodes = deque()  # all of them instead of the last 100
 
     def __enter__(self):
         self.actors = self.appo.Actors(
@@ -199,7 +200,7 @@ def test_a_killed_actor_breaks_one_transition_and_no_more(appo):
     with Pipeline(appo, worker_num_splits=1) as pipeline:
         for _ in range(6):
             pipeline.take()
-        pipeline.actors.processes[0].kill()
+        pipeline.actors.all[0].process.kill()
         rollouts = []
         while not pipeline.log or len(rollouts) < 100:
             rollouts += pipeline.take()
@@ -231,12 +232,12 @@ def test_sync_has_no_lag(appo, workers, splits, rollouts_per_row, tmp_path):
     )  # fmt: skip
     seen, iterate = [], appo.Learner.iterate
 
-    def spy(self, slots, release):
+    def spy(self, slots):
         versions = self.rollouts.versions[:, slots]
         seen.append(
             (self.version, versions.min(), versions.max(), np.bincount(self.rollouts.vector[0, slots, 0].int()).max())
         )
-        return iterate(self, slots, release)
+        return iterate(self, slots)
 
     appo.Learner.iterate = spy
     try:
