@@ -186,9 +186,7 @@ def network(options: Options) -> dict[str, float]:
                 torch.zeros(n, agent.state_size),
             )
             result[f"inference, batch {n}"] = median(30, lambda: agent(*inputs, [0])) / n
-    result["learning, batch 1024"] = (
-        median(8, lambda: learner.iterate(np.random.permutation(64)[:32])) / 1024
-    )
+    result["learning, batch 1024"] = median(8, lambda: learner.iterate(np.random.permutation(64)[:32])) / 1024
     return result
 
 

@@ -37,7 +37,14 @@ def draw(systems, axis, column: int, scale: float, label: str) -> None:
     for system, seeds in systems.items():
         name, colour, line = STYLE[system]
         for i, points in enumerate(seeds):
-            axis.plot(points[:, column] / scale, points[:, 2], line, color=colour, label=name if i == 0 else None, linewidth=1.4)
+            axis.plot(
+                points[:, column] / scale,
+                points[:, 2],
+                line,
+                color=colour,
+                label=name if i == 0 else None,
+                linewidth=1.4,
+            )
     axis.set_xlabel(label)
     axis.grid(alpha=0.3)
 
@@ -57,7 +64,11 @@ def curves(title: str, goal: float, out: str, *names: str, without: str = "") ->
     figure.savefig(RESULTS / out, dpi=130)
     for system, seeds in systems.items():
         reached = [next((tuple(point[:2]) for point in points if point[2] >= goal), None) for points in seeds]
-        print(title, system, [f"{seconds / 60:.1f} min, {step / 1000:.0f}k steps" for seconds, step in filter(None, reached)])
+        print(
+            title,
+            system,
+            [f"{seconds / 60:.1f} min, {step / 1000:.0f}k steps" for seconds, step in filter(None, reached)],
+        )
         if all(reached):
             print(f"   median {np.median([seconds for seconds, _ in reached]) / 60:.1f} min")
 
@@ -70,7 +81,13 @@ def throughput() -> None:
     figure, axis = plt.subplots(figsize=(6, 2), layout="constrained")
     for i, system in enumerate(("sf", "ours")):
         values = [run["frames_per_second"] for name, run in result["runs"].items() if name.startswith(system)]
-        axis.barh(i, result["medians"][system], color=STYLE[system][1], hatch="//" if system == "sf" else None, edgecolor="white")
+        axis.barh(
+            i,
+            result["medians"][system],
+            color=STYLE[system][1],
+            hatch="//" if system == "sf" else None,
+            edgecolor="white",
+        )
         axis.plot(values, [i] * len(values), "k|", markersize=12)
         axis.text(max(values) * 1.03, i, f"{result['medians'][system]:,.0f}", va="center")
     axis.set_yticks([0, 1], [STYLE["sf"][0], STYLE["ours"][0]])

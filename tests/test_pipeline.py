@@ -5,6 +5,7 @@ The observation says which environment it is from, which episode and which step;
 
 import queue
 import threading
+import time
 from collections import defaultdict, deque
 
 import numpy as np
@@ -174,13 +175,13 @@ def test_finished_episodes_are_counted_once(appo):
 def test_back_pressure(appo):
     """Without free slots everything waits, nothing is lost, and it goes on when slots come back."""
     with Pipeline(appo) as pipeline:
-        first = pipeline.full.get(timeout=60)
-        for _ in range(50):
-            threading.Event().wait(0.05)
-            steps = pipeline.inference.steps
-        threading.Event().wait(0.5)
+        items, deadline = [pipeline.full.get(timeout=60)], time.monotonic() + 60
+        groups = 2 * pipeline.rows // len(items[0][0])  # as many as have slots
+        while pipeline.full.qsize() < groups - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        steps = pipeline.inference.steps
+        time.sleep(0.5)
         assert pipeline.inference.steps == steps, "inference waits while nobody frees slots"
-        items = [first]
         while not pipeline.full.empty():
             items.append(pipeline.full.get())
         owned = np.concatenate([slots for slots, _ in items])
