@@ -353,6 +353,7 @@ class DoomEnv(gym.Env):
         self.game.set_available_game_variables([getattr(vizdoom.GameVariable, name) for name in VARIABLES])
         # presses[h][a] is what value a of head h does to the buttons; an action's buttons are the sum over its heads
         self.presses, column, buttons = [], 0, self.game.get_available_buttons()
+        self.buttons: dict[bytes, list[float]] = {}  # of the actions seen so far
         for n in self.scenario.heads:
             press = np.zeros((n, len(buttons)))
             if buttons[column].name.endswith("_DELTA"):
@@ -430,8 +431,10 @@ class DoomEnv(gym.Env):
         return dict(obs=image, measurements=vector)
 
     def step(self, action):
-        buttons = sum(press[a] for press, a in zip(self.presses, np.atleast_1d(action)))
-        raw_reward = self.game.make_action(buttons.tolist(), self.frameskip)
+        key = np.asarray(action).tobytes()
+        if key not in self.buttons:
+            self.buttons[key] = sum(press[a] for press, a in zip(self.presses, np.atleast_1d(action))).tolist()
+        raw_reward = self.game.make_action(self.buttons[key], self.frameskip)
         self.tics += self.frameskip
         terminated = self.game.is_episode_finished()
         bonus = 0.0
@@ -1123,13 +1126,14 @@ class Inference:
         self.quota = args.batch_size // (rows * args.rollout)  # with --sync: rollouts per row and iteration,
         self.allowed = self.quota if args.sync else sys.maxsize  # and so far
         self.state = torch.zeros(rows, acting.current.agent.state_size, device=device)
-        self.obs = torch.zeros_like(mailbox.obs, device=device)
+        self.obs = torch.zeros_like(mailbox.obs, device=device)  # the mailbox rows being served, on the device
         self.vector = torch.zeros_like(mailbox.vector, device=device)
-        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
-            for tensor in (mailbox.obs, mailbox.vector):
-                if tensor.numel():
-                    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-                    torch.cuda.check_error(int(error))
+        copied = [(mailbox.obs, self.obs, rollouts.obs), (mailbox.vector, self.vector, rollouts.vector)]
+        self.copied = [tensors for tensors in copied if tensors[0].numel()]
+        for source, _, _ in self.copied:
+            if device.type == "cuda":  # pinned, so that copies to the device run beside the host
+                error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
+                torch.cuda.check_error(int(error))
         self.episodes: deque[list[float]] = deque(maxlen=100)  # the last finished ones, as in Mailbox.episode
         self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
@@ -1199,15 +1203,14 @@ class Inference:
         t1, s1, r1 = t[later] - 1, slots[later], rows[later]
         rollouts.rewards[t1, s1] = np.clip(numpy.reward[r1] * args.reward_scale, -args.reward_clip, args.reward_clip)
         rollouts.terminated[t1, s1] = numpy.terminated[r1]
-        for i, group in enumerate(groups):
-            for to, source in ((self.obs, self.mailbox.obs), (self.vector, self.mailbox.vector)):
-                to[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
         index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
-        if self.device.type == "cpu":  # the same through NumPy: 25 times faster for big rows
-            rollouts.obs.numpy()[t, slots] = self.obs.numpy()[: len(rows)]
-        else:
-            rollouts.obs[index[1], index[2]] = self.obs[: len(rows)]
-        rollouts.vector[index[1], index[2]] = self.vector[: len(rows)]
+        for source, staged, field in self.copied:
+            for i, group in enumerate(groups):
+                staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
+            if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
+                field.numpy()[t, slots] = staged.numpy()[: len(rows)]
+            else:
+                field[index[1], index[2]] = staged[: len(rows)]
         return (rows, t, slots, first), index
 
     def act(self, groups: list[int]) -> None:
@@ -1220,7 +1223,8 @@ class Inference:
             actions, logprobs = sample_actions(logits[0], policy.agent.heads)
             rollouts.actions[d_t, d_slots] = actions
             rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
-            rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
+            if (t == 0).any():
+                rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
             rollouts.versions[t, slots] = policy.version
         self.numpy.action[rows] = actions.cpu().numpy()  # the one place where inference waits for the device
         self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())

@@ -1,7 +1,7 @@
 """What this machine can do at most: the parts of the pipeline measured alone, and the pipeline with random actions.
 
     python benchmark/parts.py --out benchmark/results/parts.json            # 2 workers x 16 games of `benchmark`
-    python benchmark/parts.py --sweep --out benchmark/results/sweep.json    # 1 to 32 games per worker
+    python benchmark/parts.py --sweep --out benchmark/results/sweep.json    # 4 to 64 games per worker
 
 `bare` is one pinned process per worker that calls make_action on its games in turn, reads the screen and resizes it: nothing else.
 `random` is the same games through actors, mailbox, pipes and inference thread, with a policy that draws at random. Both are
@@ -44,7 +44,7 @@ class Options:
     repeats: int = 3
     """windows of each kind, in alternation"""
     sweep: bool = False
-    """bare and random for 1 to 32 games per worker, instead of the parts"""
+    """bare and random for 4 to 64 games per worker, instead of the parts"""
 
 
 def bare_worker(env_id: str, games: int, core: int, counter, barrier) -> None:
@@ -193,7 +193,7 @@ def network(options: Options) -> dict[str, float]:
 def main() -> None:
     options = tyro.cli(Options)
     result = dict(machine=machine(), command=" ".join(sys.argv), env_id=options.env_id, workers=options.num_workers)
-    games = (1, 2, 4, 8, 16, 32) if options.sweep else (options.num_envs_per_worker,)
+    games = (4, 8, 16, 32, 64) if options.sweep else (options.num_envs_per_worker,)
     result["frames_per_second"] = {}
     for n in games:
         rates = dict(bare=[], random=[])
