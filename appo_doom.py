@@ -200,6 +200,12 @@ class Args:
     hidden_size: int = 512
     """units of the encoder's last layer and of the recurrent core"""
 
+    def __post_init__(self):
+        if self.cfg_path:
+            self.env_id = Path(self.cfg_path).stem
+            if os.path.exists(self.cfg_path):  # else ViZDoom looks among its own scenarios
+                self.cfg_path = os.path.abspath(self.cfg_path)
+
 
 class UserError(Exception):
     """Something the user can mend; printed as one line, without a traceback."""
@@ -263,6 +269,8 @@ def resolve(args: Args) -> Args:
 # Environment
 # ======================================================================================================================
 
+ENGINE, TICKS_PER_SECOND = "vizdoom", 35
+GAME_SHARED_MEMORY = 3 * 2**20  # bytes; an engine's file is 10 MiB long but sparse: at 160x120 at most 2.8 MiB are used
 SCREEN = (120, 160, 3)  # what the engine renders: height, width, RGB. Sample Factory's 160x120
 IMAGE = (72, 128, 3)  # what the agent sees, nearest neighbour: 3 of every 5 rows, 4 of every 5 columns
 # Read from every game. USER2 is the number of kills in battle and battle2.
@@ -474,7 +482,8 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     """The environments of one split of a worker. Edit this function to train on something else.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image, alone or in a Dict
-    with one float vector, and take Discrete or MultiDiscrete actions. No game is started before `reset`.
+    with one float vector, and take Discrete or MultiDiscrete actions. No game is started before `reset`. `info` may
+    have `raw_reward`, which scores are sums of, and `game_over`, where an episode's end is not the game's.
     """
     one = lambda: DoomEnv(args.env_id, args.frameskip, args.cfg_path)  # noqa: E731
     return gym.vector.SyncVectorEnv([one] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
@@ -534,10 +543,10 @@ class Mailbox:
         # written by actor: rows are theirs from a reply to the next request
         self.obs = shared(rows, *spaces.image, dtype=torch.uint8)  # the current observation
         self.vector = shared(rows, spaces.vector, dtype=torch.float32)  # and the vector beside it
-        self.reward = shared(rows, dtype=torch.float32)  # of the action before it
+        self.reward = shared(rows, dtype=torch.float32)  # of the action before it, after scale and clip
         self.terminated = shared(rows, dtype=torch.bool)  # that action ended the episode for good
         self.first = shared(rows, dtype=torch.bool)  # obs is the first of an episode
-        # of the episode that ended just now: sum of raw rewards, sum of rewards, length in steps (0: none ended)
+        # of the game that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended)
         self.episode = shared(rows, 3, dtype=torch.float32)
         # written by inference, read by actor
         self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
@@ -569,7 +578,7 @@ class Rollouts:
         self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0] was read
         # on the host
         self.first = np.zeros((T + 1, slots), bool)
-        self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t], after scale and clip
+        self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
         self.versions = np.zeros((T, slots), np.int64)  # that chose actions[t]
 
@@ -845,6 +854,7 @@ def play(args: Args, worker: int, splits: list[gym.vector.VectorEnv], mailbox: S
     starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
     rows = [slice(start, start + n) for start in starts]
     ended = np.zeros((len(splits), n), bool)  # the last step ended an episode, so the next one only resets
+    over = ended.copy()  # and the whole game: the same, but where a lost life ends an episode
     totals = np.zeros((len(splits), n, 3))  # of the running episodes, what Mailbox.episode has of finished ones
 
     def write(r: slice, observation) -> None:
@@ -865,11 +875,14 @@ def play(args: Args, worker: int, splits: list[gym.vector.VectorEnv], mailbox: S
                 action = mailbox.action[r].reshape(envs.action_space.shape)
                 observation, reward, terminated, truncated, info = envs.step(action)
                 write(r, observation)
+                raw_reward = info.get("raw_reward", reward)
+                reward = np.clip(reward * args.reward_scale, -args.reward_clip, args.reward_clip)
                 mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, fresh
+                change = np.stack([raw_reward, reward, np.ones(n)], axis=-1) * ~fresh[:, None]
+                totals[s] = np.where(over[s][:, None], 0, totals[s] + change)
                 ended[s] = terminated | truncated
-                change = np.stack([info.get("raw_reward", reward), reward, np.ones(n)], axis=-1)
-                totals[s] = np.where(fresh[:, None], 0, totals[s] + change)
-                mailbox.episode[r] = totals[s] * ended[s][:, None]
+                over[s] = info.get("game_over", ended[s])
+                mailbox.episode[r] = totals[s] * over[s][:, None]
                 mailbox.stepped[worker] += time.perf_counter() - start
                 yield s
     finally:
@@ -939,7 +952,7 @@ class Actors:
         self.log, self.on_failure, self.restarts = log, on_failure, 0
         # fork is unsafe beside threads and CUDA; spawn costs seconds and 100 MB an actor
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "vizdoom", "tyro", "tqdm"])
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
         self.request_reader, self.request_writer = self.context.Pipe(duplex=False)
         self.all = [
             SimpleNamespace(worker=worker, incarnation=0, replies=(), deaths=deque(maxlen=3), process=None)
@@ -1194,15 +1207,14 @@ class Inference:
     def store(self, groups: list[int]):
         """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times, slots and
         `first`, on the host and on the device."""
-        n, numpy, rollouts, args = self.size, self.numpy, self.rollouts, self.args
+        n, numpy, rollouts = self.size, self.numpy, self.rollouts
         rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
         t = np.repeat([self.t[group] for group in groups], n)
         slots = np.concatenate([self.slots[group] for group in groups])
         rollouts.first[t, slots] = first = numpy.first[rows]
         later = t > 0  # the reward of the step before a slot's first was stored with the slot before
         t1, s1, r1 = t[later] - 1, slots[later], rows[later]
-        rollouts.rewards[t1, s1] = np.clip(numpy.reward[r1] * args.reward_scale, -args.reward_clip, args.reward_clip)
-        rollouts.terminated[t1, s1] = numpy.terminated[r1]
+        rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
         index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
         for source, staged, field in self.copied:
             for i, group in enumerate(groups):
@@ -1397,8 +1409,8 @@ def evaluate(args: Args, folder: Path) -> list[float]:
                     bar.update()
             if all(len(finished) == per_env for finished in returns):
                 break
-            if args.save_video and len(returns[0]) < per_env and len(frames) * args.frameskip < 60 * 35:  # a minute
-                frames.append(envs.envs[0].render().copy())
+            if args.save_video and len(returns[0]) < per_env and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
+                frames.append(np.array(envs.render()[0]))
             tensors = [part.to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
             logits, _, state = agent(*tensors, state, [0])
             numpy.action[:] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
@@ -1408,7 +1420,7 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     print(f"{len(flat)} episodes, {how} actions, step {checkpoint['global_step']:,}: return {np.mean(flat):.2f} +- "
           f"{np.std(flat):.2f} (standard deviation), from {min(flat):.2f} to {max(flat):.2f}")  # fmt: skip
     if args.save_video:
-        with imageio.get_writer(folder / "video.mp4", fps=35 / args.frameskip) as video:  # the game runs at 35 tics/s
+        with imageio.get_writer(folder / "video.mp4", fps=TICKS_PER_SECOND / args.frameskip) as video:
             for frame in frames:
                 video.append_data(frame.repeat(4, 0).repeat(4, 1))
         print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
@@ -1422,17 +1434,12 @@ def evaluate(args: Args, folder: Path) -> list[float]:
 
 SESSION = ("train_for_seconds", "restart_behavior", "evaluate", "eval_episodes", "eval_deterministic",
            "load_checkpoint_kind", "save_video")  # flags of one session, not of the experiment  # fmt: skip
-
-
-def with_absolute_path(args: Args) -> Args:
-    if args.cfg_path and os.path.exists(args.cfg_path):  # else ViZDoom looks among its own scenarios
-        args.cfg_path = os.path.abspath(args.cfg_path)
-    return args
+FIXED = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")  # what a checkpoint fits only the same of
 
 
 def parse_args() -> tuple[Args, Path]:
     """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
-    args = with_absolute_path(tyro.cli(Args))
+    args = tyro.cli(Args)
     if args.experiment is None and args.evaluate:
         raise UserError("--evaluate needs the name of an --experiment")
     experiment = args.experiment or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
@@ -1443,11 +1450,10 @@ def parse_args() -> tuple[Args, Path]:
         saved = json.loads((folder / "cfg.json").read_text())["args"]
         names = [field.name for field in fields(Args) if field.name not in SESSION]
         old = Args(**{name: saved[name] for name in names if name in saved})
-        args = with_absolute_path(tyro.cli(Args, default=old))
+        args = tyro.cli(Args, default=old)
         changed = [name for name in names if getattr(args, name) != getattr(old, name)]
         overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in changed}
-        fixed = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")
-        if wrong := [overrides[name] for name in fixed if name in overrides]:
+        if wrong := [overrides[name] for name in FIXED if name in overrides]:
             raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
         for text in overrides.values():
             print(f"override: {text}")
@@ -1462,9 +1468,6 @@ def put_aside(folder: Path, how: str) -> None:
     aside = next(path for i in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}_old{i:04d}")).exists())
     folder.rename(aside)
     print(f"put {folder} aside as {aside}")
-
-
-GAME_SHARED_MEMORY = 3 * 2**20  # bytes; an engine's file is 10 MiB long but sparse: at 160x120 at most 2.8 MiB are used
 
 
 def keep_freed_memory() -> None:
@@ -1652,14 +1655,14 @@ def train(typed: Args, folder: Path) -> int:
     free.put((np.arange(slots), None))
     inference = Inference(args, mailbox, rollouts, acting, device, full, free)
 
-    software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", "vizdoom")}
+    software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
     # A resumed run starts from what was typed and resolves again: it may be on another machine.
     cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     lag = 0.0 if args.sync else rows / (2 * B) + args.max_batches_ahead
     for line in (
-        f"{args.cfg_path or args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
+        f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
         f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
         f"({B} rollouts of {T} steps) per update; expected lag about {lag:.1f} versions",
