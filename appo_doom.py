@@ -207,6 +207,11 @@ class Args:
                 self.cfg_path = os.path.abspath(self.cfg_path)
 
 
+# The lowest and highest values of numbers, where they are not 1 (whole numbers) or 0.0, and infinity
+LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
+HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1)
+
+
 class UserError(Exception):
     """Something the user can mend; printed as one line, without a traceback."""
 
@@ -223,11 +228,9 @@ def cores() -> list[int]:
 def resolve(args: Args) -> Args:
     """A copy of `args` with every None and "auto" replaced by the value that this machine gives. Raises UserError."""
     args = copy.copy(args)
-    lowest = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
-    highest = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1)
     for name, value in asdict(args).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            low, high = lowest.get(name, 1 if isinstance(value, int) else 0.0), highest.get(name, np.inf)
+            low, high = LOWEST.get(name, 1 if isinstance(value, int) else 0.0), HIGHEST.get(name, np.inf)
             if not low <= value <= high:
                 raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
     if args.device == "auto":
