@@ -236,7 +236,7 @@ def resolve(args: Args) -> Args:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = args.device.partition(":")
-    if kind not in ("cpu", "cuda") or not (index or "0").isdigit():
+    if args.device not in ("cpu", "cuda") and (kind != "cuda" or not index.isdecimal() or index != str(int(index))):
         raise UserError(f"--device {args.device} is no device for this; cpu, cuda or cuda:1")
     if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
         raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {count} CUDA devices")
@@ -516,14 +516,14 @@ def spaces_of(envs: gym.vector.VectorEnv) -> Spaces:
     try:
         image, vector = split_observation(observation)
         (width,) = vector.shape if vector else (0,)
-        heads = action.nvec if isinstance(action, gym.spaces.MultiDiscrete) else (action.n,)
+        heads = tuple(int(n) for n in (action.nvec if isinstance(action, gym.spaces.MultiDiscrete) else (action.n,)))
         supported = image.dtype == np.uint8 and len(image.shape) == 3 and not np.any(action.start)
     except (AttributeError, TypeError, ValueError):
         supported = False
     if not supported:
         raise UserError(f"unsupported spaces, {observation} and {action}: one uint8 image, alone or in a Dict with one "
                         "vector, and Discrete or MultiDiscrete actions that start at 0")  # fmt: skip
-    return Spaces(image.shape, width, tuple(int(n) for n in heads))
+    return Spaces(image.shape, width, heads)
 
 
 # ======================================================================================================================
@@ -1577,7 +1577,7 @@ def wait_for_games(args: Args, mailbox: SimpleNamespace, full: queue.SimpleQueue
 def from_actors(full: queue.SimpleQueue, count: int, learner: Learner, stop_signals: list[int]):
     """Generator of the slots of one iteration, oldest first; ends when the user stops the run."""
     slots, start = [], time.perf_counter()
-    while True:
+    while not stop_signals:
         while len(slots) < count:
             item = full.get()
             if isinstance(item, BaseException):
@@ -1596,11 +1596,15 @@ def in_process(args: Args, mailbox: SimpleNamespace, inference: Inference, learn
     """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, one after the other."""
     slots, start = [], time.perf_counter()
     for _ in play(args, 0, [make_envs(args, args.num_envs_per_worker)], mailbox, args.seed):
+        inference.idle = float(mailbox.stepped[0])
         if stop_signals:
             return
         while not inference.serve([0]):  # its slots are full and its share of this iteration is collected
             while not inference.full.empty():
-                slots.extend(inference.full.get()[0])
+                if item := inference.full.get():  # the handler of a signal puts None
+                    slots.extend(item[0])
+            if stop_signals:
+                return
             learner.waited += time.perf_counter() - start
             yield np.array(slots)
             slots, start = [], time.perf_counter()
@@ -1721,7 +1725,7 @@ def train(typed: Args, folder: Path) -> int:
 def learn(args: Args, checkpoints: Path, learner: Learner, inference: Inference, actors: Actors | None, source,
           reporter: Reporter) -> None:  # fmt: skip
     """The learner's loop. However it ends but by a second Ctrl-C, it leaves a checkpoint of the last good weights."""
-    started = saved = time.monotonic()
+    started = saved = best_saved = time.monotonic()
     try:
         for slots in source:
             metrics = learner.iterate(slots)
@@ -1730,9 +1734,10 @@ def learn(args: Args, checkpoints: Path, learner: Learner, inference: Inference,
                 if actors:
                     actors.wake()
             now = time.monotonic()
-            if reporter.update(metrics) and reporter.is_best(learner.best_return):
+            if reporter.update(metrics) and now - best_saved >= 30 and reporter.is_best(learner.best_return):
                 learner.best_return = float(np.mean(reporter.returns))
                 save_checkpoint(checkpoints / "best.pth", learner)
+                best_saved = now
             if now - saved >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved = now
