@@ -10,7 +10,8 @@ mkdir -p "$out"
 python "$here/../appo_doom.py" --env-id defend_the_center --num-workers 2 --total-timesteps 2000000 --train-dir "$out" --experiment ours_1 &
 run=$!
 tree() { echo "$1"; local child; for child in $(pgrep -P "$1"); do tree "$child"; done; }  # every process below, games included
-echo "minutes,main_rss_mib,tree_rss_mib,main_descriptors,processes,shm_kib" > "$here/results/soak.csv"
+echo "# commit $(git -C "$here" rev-parse --short HEAD), $(nproc) cores, $(date +%F)" > "$here/results/soak.csv"
+echo "minutes,main_rss_mib,tree_rss_mib,main_descriptors,processes,shm_kib" >> "$here/results/soak.csv"
 for ((minute = 1; ; minute++)); do
     for _ in $(seq 60); do sleep 1; kill -0 $run 2> /dev/null || break 2; done
     pids=$(tree $run)

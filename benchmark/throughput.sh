@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Frames/s of training on `benchmark`, ours and Sample Factory 2.1.1, in alternation, three times each; 2 workers x 16 games,
 # rollout 32, batch 1024, GRU-512, inputs normalised, one epoch. 90 s a run, the first 20 s of each are warm-up.
-# Machine: 2 cores without a GPU; takes 10 minutes. Expected: a ratio of 2.
+# Machine: 2 cores without a GPU; takes 10 minutes. Expected: a ratio of 1.8 to 1.9 in float32.
 # Usage: [SF_PYTHON=.venv-sf/bin/python] benchmark/throughput.sh [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
