@@ -1596,7 +1596,7 @@ def in_process(args: Args, mailbox: SimpleNamespace, inference: Inference, learn
     """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, one after the other."""
     slots, start = [], time.perf_counter()
     for _ in play(args, 0, [make_envs(args, args.num_envs_per_worker)], mailbox, args.seed):
-        inference.idle = float(mailbox.stepped[0])
+        inference.idle = float(mailbox.stepped[0])  # without a thread of its own it waits while the games are stepped
         if stop_signals:
             return
         while not inference.serve([0]):  # its slots are full and its share of this iteration is collected
