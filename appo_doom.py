@@ -210,6 +210,7 @@ class Args:
 # The lowest and highest values of numbers, where they are not 1 (whole numbers) or 0.0, and infinity
 LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
 HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1)
+BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # the default batch is near this part of a rollout of every row
 
 
 class UserError(Exception):
@@ -258,8 +259,8 @@ def resolve(args: Args) -> Args:
         if args.sync:  # one rollout of every row
             args.batch_size = rows * args.rollout
         else:
-            power = 2 ** round(np.log2(rows * args.rollout / 2))
-            args.batch_size = max(1, min(8192, max(1024, power)) // args.rollout) * args.rollout
+            power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE))
+            args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
     if args.batch_size < args.rollout or args.batch_size % args.rollout:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
     if args.sync and args.batch_size % (rows * args.rollout):
@@ -857,8 +858,7 @@ def play(args: Args, worker: int, splits: list[gym.vector.VectorEnv], mailbox: S
     starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
     rows = [slice(start, start + n) for start in starts]
     ended = np.zeros((len(splits), n), bool)  # the last step ended an episode, so the next one only resets
-    over = ended.copy()  # and the whole game: the same, but where a lost life ends an episode
-    totals = np.zeros((len(splits), n, 3))  # of the running episodes, what Mailbox.episode has of finished ones
+    totals = np.zeros((len(splits), n, 3))  # of the running games, what Mailbox.episode has of finished ones
 
     def write(r: slice, observation) -> None:
         image, vector = split_observation(observation)
@@ -881,11 +881,11 @@ def play(args: Args, worker: int, splits: list[gym.vector.VectorEnv], mailbox: S
                 raw_reward = info.get("raw_reward", reward)
                 reward = np.clip(reward * args.reward_scale, -args.reward_clip, args.reward_clip)
                 mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, fresh
-                change = np.stack([raw_reward, reward, np.ones(n)], axis=-1) * ~fresh[:, None]
-                totals[s] = np.where(over[s][:, None], 0, totals[s] + change)
+                totals[s] += np.stack([raw_reward, reward, np.ones(n)], axis=-1) * ~fresh[:, None]
                 ended[s] = terminated | truncated
-                over[s] = info.get("game_over", ended[s])
-                mailbox.episode[r] = totals[s] * over[s][:, None]
+                over = info.get("game_over", ended[s])  # the same, but where a lost life ends an episode
+                mailbox.episode[r] = totals[s] * over[:, None]
+                totals[s][over] = 0
                 mailbox.stepped[worker] += time.perf_counter() - start
                 yield s
     finally:
@@ -1423,7 +1423,8 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     print(f"{len(flat)} episodes, {how} actions, step {checkpoint['global_step']:,}: return {np.mean(flat):.2f} +- "
           f"{np.std(flat):.2f} (standard deviation), from {min(flat):.2f} to {max(flat):.2f}")  # fmt: skip
     if args.save_video:
-        with imageio.get_writer(folder / "video.mp4", fps=TICKS_PER_SECOND / args.frameskip) as video:
+        fps = TICKS_PER_SECOND / args.frameskip
+        with imageio.get_writer(folder / "video.mp4", fps=fps, macro_block_size=8) as video:
             for frame in frames:
                 video.append_data(frame.repeat(4, 0).repeat(4, 1))
         print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")

@@ -11,27 +11,32 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def leftovers() -> tuple[set[int], set[str]]:
-    """Engines that run and shared memory of theirs that exists, whoever made them."""
-    engines = set()
+def marked(mark: str) -> set[int]:
+    """Processes with `mark` in their environment: what a run started, and all that they started."""
+    found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.path.basename(os.readlink(f"/proc/{pid}/exe")) == "vizdoom":
-                engines.add(int(pid))
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.add(int(pid))
         except OSError:
             pass
-    return engines, {name for name in os.listdir("/dev/shm") if name.startswith(("ViZDoom", "torch_"))}
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("ViZDoom", "torch_"))}
 
 
 class Run:
-    """`python appo_doom.py ...` as a user starts it, in a terminal session of its own."""
+    """`python appo_doom.py ...`, or another script, as a user starts it, in a terminal session of its own."""
 
     def __init__(self, folder: Path, *flags: str, env: dict | None = None, script: Path = ROOT / "appo_doom.py"):
-        self.folder, self.output = folder, folder / f"output_{time.monotonic_ns()}.txt"
+        self.mark = f"APPO_TEST_{time.monotonic_ns()}"
+        self.folder, self.output = folder, folder / f"{self.mark}.txt"
         command = [sys.executable, str(script), "--train-dir", str(folder), *flags]
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
-                                            env=os.environ | (env or {}))  # fmt: skip
+                                            env=os.environ | {self.mark: "1"} | (env or {}))  # fmt: skip
 
     def text(self) -> str:
         return self.output.read_text()
@@ -67,14 +72,20 @@ class Run:
         return sorted(found)
 
     def engines(self) -> list[int]:
-        sessions = set(self.actors())
-        return [pid for pid in leftovers()[0] if os.getsid(pid) in sessions]
+        found = []
+        for pid in marked(self.mark):
+            try:
+                if os.path.basename(os.readlink(f"/proc/{pid}/exe")) == "vizdoom":
+                    found.append(pid)
+            except OSError:
+                pass
+        return found
 
 
 @pytest.fixture
 def run(tmp_path):
     """Starts runs; fails the test if one of them leaves a process or shared memory behind."""
-    before, runs = leftovers(), []
+    before, runs = shared_memory(), []
 
     def start(*flags: str, **options) -> Run:
         runs.append(Run(tmp_path, *flags, **options))
@@ -86,9 +97,9 @@ def run(tmp_path):
             started.process.kill()
             started.process.wait()
     deadline = time.monotonic() + 10
-    while (left := [now - then for now, then in zip(leftovers(), before)]) != [
-        set(),
-        set(),
-    ] and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        left = set().union(*[marked(started.mark) for started in runs]), shared_memory() - before
+        if left == (set(), set()):
+            return
         time.sleep(0.2)
-    assert left == [set(), set()], "left behind after 10 seconds"
+    raise AssertionError(f"left behind after 10 seconds: processes {left[0]}, shared memory {left[1]}")

@@ -155,7 +155,7 @@ def test_loss_against_numpy(appo, exploration):
     advantage = (advantage - advantage.mean()) / advantage.std()
     policy = -np.minimum(ratio * advantage, np.clip(ratio, 1 / 1.1, 1.1) * advantage).mean()
     new, old = values[:-1].double().numpy()[m], batch.values.numpy()[m]
-    value = np.maximum((new - vs) ** 2, (old + np.clip(new - old, -0.2, 0.2) - vs) ** 2).mean()
+    value = np.maximum((new - vs) ** 2, (old + np.clip(new - old, -args.ppo_clip_value, args.ppo_clip_value) - vs) ** 2).mean()
     explore = -entropy.numpy()[m].mean() if exploration == "entropy" else skl.numpy()[m].mean()
     assert loss.item() == pytest.approx(policy + 0.5 * value + 0.1 * explore, rel=1e-4)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import appo_atari
 import appo_doom
 from edited import ROOT
 
@@ -41,8 +42,13 @@ def scalars(folder: Path) -> dict[str, list]:
     return found
 
 
-def test_train_resume_evaluate(run, tmp_path):
-    r = run(*SMALL, "--experiment", "e", "--env-id", "basic", "--train-for-seconds", "14")
+@pytest.mark.parametrize(
+    "name, game, other, learning_rate, screen",
+    [("appo_doom", "basic", "battle", "0.0001", (480, 640, 3)), ("appo_atari", "Breakout-v5", "Pong-v5", "0.00025", (840, 640, 3))],
+)
+def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, screen):
+    script = ROOT / f"{name}.py"
+    r = run(*SMALL, "--experiment", "e", "--env-id", game, "--train-for-seconds", "14", script=script)
     assert r.wait(90) == 0
     for expected in (
         "parameters on cpu",
@@ -69,26 +75,26 @@ def test_train_resume_evaluate(run, tmp_path):
     before = torch.load(first, weights_only=True)
     assert found["charts/SPS"][-1].step <= before["global_step"]
 
-    r = run("--experiment", "e", "--train-for-seconds", "3", "--learning-rate", "0.0002")
+    r = run("--experiment", "e", "--train-for-seconds", "3", "--learning-rate", "0.0002", script=script)
     assert r.wait(90) == 0
-    assert f"loaded {first}" in r.text() and "override: learning_rate 0.0001 -> 0.0002" in r.text()
+    assert f"loaded {first}" in r.text() and f"override: learning_rate {learning_rate} -> 0.0002" in r.text()
     assert "2 workers x 4 games" in r.text(), "what was typed the first time still holds"
     after = torch.load(sorted((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))[-1], weights_only=True)
     assert after["global_step"] > before["global_step"] and after["version"] > before["version"]
     assert after["optimizer"]["param_groups"][0]["lr"] == 0.0002
 
-    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--save-video")
+    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--save-video", script=script)
     assert r.wait(90) == 0
     assert re.search(r"3 episodes, sampled actions, step [\d,]+: return -?[\d.]+ \+- [\d.]+", r.text())
     import imageio.v2 as imageio
 
     video = imageio.get_reader(tmp_path / "e" / "video.mp4")
     frames = [frame for frame in video]
-    assert frames[0].shape == (480, 640, 3) and frames[0].std() > 5 and len(frames) > 5
+    assert frames[0].shape == screen and frames[0].std() > 5 and len(frames) > 5
     assert any((one != two).any() for one, two in zip(frames, frames[1:]))
 
-    r = run("--experiment", "e", "--env-id", "battle")
-    assert r.wait(30) == 2 and "env_id basic -> battle" in r.text()
+    r = run("--experiment", "e", "--env-id", other, script=script)
+    assert r.wait(30) == 2 and f"env_id {game} -> {other}" in r.text()
     r = run(
         "--experiment",
         "e",
@@ -100,16 +106,18 @@ def test_train_resume_evaluate(run, tmp_path):
         "2",
         "--total-timesteps",
         "100",
+        script=script,
     )
     assert r.wait(60) == 0 and (tmp_path / "e_old0001" / "cfg.json").exists() and "loaded" not in r.text()
 
 
-def test_same_seed_same_weights(run):
+@pytest.mark.parametrize("script, game", [("appo_doom.py", "battle"), ("appo_atari.py", "Breakout-v5")])
+def test_same_seed_same_weights(run, script, game):
     """--num-workers 0 on a CPU: two runs are the same, another seed is another run."""
     weights = []
     for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
         r = run("--experiment", name, "--num-workers", "0", "--num-envs-per-worker", "4", "--hidden-size", "64", "--seed", seed, "--env-id",
-                "battle", "--device", "cpu", "--total-timesteps", "900")  # fmt: skip
+                game, "--device", "cpu", "--total-timesteps", "900", script=ROOT / script)  # fmt: skip
         assert r.wait(90) == 0
         path = sorted((r.folder / name / "checkpoints").glob("checkpoint_*"))[-1]
         weights.append(torch.load(path, weights_only=True))
@@ -143,6 +151,19 @@ def test_bad_input_gets_one_line(flags, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert re.match(f"error: {BAD[flags]}", error) and error.count("\n") == 1
     assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.rglob("cfg.json"))
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("--env-id Pog-v5", "unknown --env-id Pog-v5; did you mean Pong-v5"),
+    ("--noop-max 0", "--noop-max 0 is out of range: 1 to inf"),
+    ("--sticky-actions 2", "--sticky-actions 2.0 is out of range: 0.0 to 1.0"),
+])  # fmt: skip
+def test_bad_input_of_atari(flags, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["appo_atari.py", "--device", "cpu", *flags.split()])
+    assert appo_atari.main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {expected}") and error.count("\n") == 1
 
 
 def test_the_same_command_resumes(tmp_path, monkeypatch):
@@ -188,11 +209,9 @@ def test_every_flag_is_read_and_explained(path):
     docs = [node for node in args.body if isinstance(node, ast.Expr)]
     assert len(docs) == len(names), "one docstring per field"
     reads = set()
-    for node in module.body:
-        if node is not args:
-            for attribute in ast.walk(node):
-                if isinstance(attribute, ast.Attribute) and isinstance(attribute.ctx, ast.Load):
-                    reads.add(attribute.attr)
+    for attribute in ast.walk(module):
+        if isinstance(attribute, ast.Attribute) and isinstance(attribute.ctx, ast.Load):
+            reads.add(attribute.attr)
     assert [name for name in names if name not in reads] == []
 
 
@@ -212,8 +231,9 @@ def test_inline_metadata_agrees_with_requirements(path):
     assert inline and inline <= required
 
 
-def test_import_is_cheap_and_changes_nothing():
-    code = "import threading, os; before = set(os.listdir('.')); import appo_doom; assert threading.active_count() == 1 and set(os.listdir('.')) == before"
+@pytest.mark.parametrize("name", [path.stem for path in VARIANTS])
+def test_import_is_cheap_and_changes_nothing(name):
+    code = f"import threading, os; before = set(os.listdir('.')); import {name}; assert threading.active_count() == 1 and set(os.listdir('.')) == before"
     subprocess.run([sys.executable, "-B", "-c", code], cwd=ROOT, check=True, timeout=60)
 
 

@@ -1,4 +1,4 @@
-"""What a run survives, and what it says when it does not. On real ViZDoom, as a user starts it.
+"""What a run survives, and what it says when it does not. On real ViZDoom and EnvPool, as a user starts it.
 
 The fixture `run` fails every one of these tests when a process or shared memory is left behind.
 """
@@ -19,6 +19,30 @@ SMALL = ("--experiment", "e", "--num-workers", "2", "--num-envs-per-worker", "2"
          "--batch-size", "32", "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "1000000")  # fmt: skip
 
 
+# A line in each file's `step`, and the same with `{}` put before it
+STEP = {
+    "appo_doom": ("        self.tics += self.frameskip\n", "        self.tics += self.frameskip\n{}"),
+    "appo_atari": ("        observation = self.rearranged(observation)\n",
+                   "        observation = self.rearranged(observation)\n        self.tics = getattr(self, 'tics', 0) + 4\n{}"),
+}  # fmt: skip
+
+
+@pytest.fixture(params=STEP)
+def start(run, request, tmp_path):
+    """Starts a file with the SMALL flags, `line` added to the `step` of its environments."""
+
+    def start(*flags: str, line: str = ""):
+        script = ROOT / f"{request.param}.py"
+        if line:
+            old, new = STEP[request.param]
+            script = edited(tmp_path, "edited_" + request.param, (old, new.format(f"        {line}\n")), source=script)
+        started = run(*SMALL, *flags, script=script)
+        started.games = 4 if request.param == "appo_doom" else 0  # engines
+        return started
+
+    return start
+
+
 def checkpoints(run):
     return sorted((run.folder / "e" / "checkpoints").glob("checkpoint_*.pth"))
 
@@ -31,7 +55,8 @@ def steps(run) -> int:
 def training(run):
     """Waits until actors and games are there and learning has begun."""
     log = run.folder / "e" / "log.txt"
-    run.wait_for(lambda: log.exists() and len(run.engines()) == 4, what="four engines")
+    games = getattr(run, "games", 4)
+    run.wait_for(lambda: log.exists() and len(run.actors()) == 2 and len(run.engines()) == games, what="the games")
     time.sleep(3)
     return run
 
@@ -46,11 +71,11 @@ def stop(run, number=signal.SIGINT) -> str:
     return run.text()
 
 
-def test_actor_killed(run):
-    r = training(run(*SMALL))
+def test_actor_killed(start):
+    r = training(start())
     os.kill(r.actors()[0], signal.SIGKILL)
     r.wait_for(lambda: "died (exit code -9); starting it again" in r.text(), 30, "the restart")
-    r.wait_for(lambda: len(r.engines()) == 4, 30, "four engines again")
+    r.wait_for(lambda: len(r.actors()) == 2 and len(r.engines()) == r.games, 30, "all games again")
     goes_on(r, steps(r))
     assert "1 actors restarted" in stop(r)
 
@@ -65,21 +90,19 @@ def test_engine_killed(run):
     stop(r)
 
 
-def test_exception_in_step_ends_the_run_with_the_reason_last(run, tmp_path):
-    script = edited(tmp_path, "raises", ("        self.tics += self.frameskip\n", "        self.tics += self.frameskip\n        if self.tics > 100: raise ValueError('no such monster')\n"))  # fmt: skip
-    r = run(*SMALL, script=script)
+def test_exception_in_step_ends_the_run_with_the_reason_last(start):
+    r = start(line="if self.tics > 100: raise ValueError('no such monster')")
     assert r.wait(60) == 1
     assert "for the third time" in r.text()
     assert r.text().strip().splitlines()[-1] == "ValueError: no such monster"
     assert len(checkpoints(r)) >= 1
 
 
-def test_hang_in_step_is_reported_with_its_stack(run, tmp_path):
-    script = edited(tmp_path, "hangs", ("        self.tics += self.frameskip\n", "        self.tics += self.frameskip\n        if self.tics > 100 and not os.path.exists('hung'): open('hung', 'w'); time.sleep(1000)\n"))  # fmt: skip
-    r = run(*SMALL, "--actor-timeout", "10", script=script)
+def test_hang_in_step_is_reported_with_its_stack(start):
+    r = start("--actor-timeout", "10", line="if self.tics > 100 and not os.path.exists('hung'): open('hung', 'w'); time.sleep(1000)")
     r.wait_for(lambda: "starting it again" in r.text(), 60, "the restart")
     assert "made no progress for 10 s while stepping" in r.text()
-    assert re.search(r'File ".*hangs.py", line \d+ in step', r.text()), "where it hung"
+    assert re.search(r'File ".*edited_.*.py", line \d+ in step', r.text()), "where it hung"
     goes_on(r, steps(r))
     stop(r)
 
@@ -94,8 +117,8 @@ def test_engine_hangs_and_main_is_killed(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_once_saves(run, number):
-    r = training(run(*SMALL))
+def test_signal_once_saves(start, number):
+    r = training(start())
     begin = time.monotonic()
     assert "stopped: " in stop(r, number)
     assert time.monotonic() - begin < 10
@@ -120,14 +143,14 @@ def test_ctrl_c_twice_ends_at_once(run):
     assert time.monotonic() - begin < 5
 
 
-def test_ctrl_c_while_games_start(run):
-    r = run(*SMALL)
+def test_ctrl_c_while_games_start(start):
+    r = start()
     r.wait_for(lambda: len(r.actors()) == 2, what="two actors")
     stop(r)
 
 
-def test_main_killed(run):
-    training(run(*SMALL)).process.kill()  # the fixture looks for what is left
+def test_main_killed(start):
+    training(start()).process.kill()  # the fixture looks for what is left
 
 
 def test_truncated_newest_checkpoint(run):

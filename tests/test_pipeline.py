@@ -175,17 +175,17 @@ def test_finished_episodes_are_counted_once(appo):
 def test_back_pressure(appo):
     """Without free slots everything waits, nothing is lost, and it goes on when slots come back."""
     with Pipeline(appo) as pipeline:
-        items, deadline = [pipeline.full.get(timeout=60)], time.monotonic() + 60
-        groups = 2 * pipeline.rows // len(items[0][0])  # as many as have slots
-        while pipeline.full.qsize() < groups - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        steps = pipeline.inference.steps
-        time.sleep(0.5)
-        assert pipeline.inference.steps == steps, "inference waits while nobody frees slots"
+        items, deadline, steps = [pipeline.full.get(timeout=60)], time.monotonic() + 60, -1
+        while pipeline.inference.steps > steps:
+            assert time.monotonic() < deadline, "inference waits while nobody frees slots"
+            steps = pipeline.inference.steps
+            time.sleep(1)
         while not pipeline.full.empty():
             items.append(pipeline.full.get())
         owned = np.concatenate([slots for slots, _ in items])
-        assert len(set(owned)) == len(owned) == 2 * pipeline.rows, "every slot is full once"
+        assert len(set(owned)) == len(owned), "every slot is full once"
+        # An actor that waits for one split does not step the other, whose slots then stay as they are.
+        assert len(owned) >= 2 * pipeline.rows - pipeline.args.num_workers * pipeline.inference.size
         for item in items:
             pipeline.full.put(item)
         last = {}

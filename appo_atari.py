@@ -1,0 +1,1662 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "numpy==2.4.6",
+#     "gymnasium==1.4.0",
+#     "tyro==1.0.17",
+#     "tensorboard==2.21.0",
+#     "tqdm==4.70.1",
+#     "envpool==1.2.5",
+#     "imageio[ffmpeg]==2.38.1",
+# ]
+# ///
+"""Asynchronous PPO with V-trace on Atari (EnvPool): the whole pipeline of Sample Factory / IMPALA in one file.
+
+    python appo_atari.py --env-id Breakout-v5
+
+On 2 cores of an AMD EPYC (Zen 3, no GPU) `--env-id Pong-v5` passes a mean return of 18 after 0.98 million steps
+(2026-11-21; benchmark/learning_pong.sh).
+
+A deliberate edit of appo_doom.py. What differs: the games' flags and other defaults in `Args`, `AtariEnvs`, the
+networks in `Agent`, and no engine processes to look after. All else is the same text.
+
+     actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
+     +-------------------------------+  request: group g  +------------------------------------------+
+     | step the envs of split s      | -----------------> | inference thread                         |
+     | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
+     | the mailbox rows of group g   | <----------------- |   into the rollouts, forward, sample,    |
+     | (meanwhile split 1-s waits    |  reply: 1 byte     |   write actions into the mailbox         |
+     |  for its actions)             |                    +------------------------------------------+
+     +-------------------------------+                       | full slots                ^ free slots
+                                                          +------------------------------------------+
+                                                          | learner (main thread)                    |
+                                                          |   take B slots, V-trace, PPO step,       |
+                                                          |   publish weights as version v+1         |
+                                                          +------------------------------------------+
+     slot:  FREE -> FILLING (one row) -> FULL -> LEARNING -> FREE        exactly one owner at any time
+
+Words: a *row* is one environment's endless stream of experience; a *group* is the rows of one split of one worker,
+which ask for actions together; a *slot* is room for one rollout (T steps of one row); a *batch* is B rollouts; a *step*
+is one decision of the agent and a *frame* one tick of the game (frames = steps x frameskip); the *version* counts
+optimiser steps, and the *lag* of a sample is the learner's version minus the version that chose its action.
+
+Time, the one rule that everything follows from. Environments reset on the step AFTER an episode ends (Gymnasium's
+NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
+observation is the first of the next episode. So two flags say all there is to know:
+
+    first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before it is read
+    terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
+
+and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was restarted)
+cuts the V-trace trace and is left out of every loss, mean and counter. A time limit needs no flag of its own: its last
+step bootstraps from the value of the true last observation.
+"""
+
+import contextlib
+import copy
+import ctypes
+import difflib
+import faulthandler
+import fcntl
+import json
+import math
+import multiprocessing.connection
+import os
+import queue
+import shutil
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
+
+import envpool
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from envpool.atari.registration import atari_game_list
+from tqdm import tqdm
+
+
+# ======================================================================================================================
+# Args
+# ======================================================================================================================
+
+
+@dataclass
+class Args:
+    # --- run
+    env_id: str = "Breakout-v5"
+    """an Atari game of EnvPool, such as Pong-v5 or MsPacman-v5"""
+    frameskip: int = 4
+    """game ticks (frames) per step of the agent; the image is the maximum of the last two"""
+    episodic_life: bool = True
+    """a lost life ends an episode, but not the game: scores are of whole games"""
+    noop_max: int = 30
+    """each episode begins with at most this many no-ops of one frame, one of them FIRE with `fire_reset`"""
+    fire_reset: bool = True
+    """each episode of a game that has a FIRE button begins with it"""
+    sticky_actions: float = 0.0
+    """probability that the game repeats its last action instead of taking the new one"""
+    full_action_space: bool = False
+    """all 18 actions instead of the game's own"""
+    machado: bool = False
+    """what Machado et al. (2018) recommend, instead of the five flags above: whole games, sticky actions 0.25, all 18
+    actions, no FIRE and only the one no-op that EnvPool always plays"""
+    exp_name: str = "appo_atari"
+    """the first part of the name of a new experiment"""
+    seed: int = 1
+    """seed of the network, of the action sampling and of the games"""
+    total_timesteps: int = 10_000_000
+    """stop after this many steps of the agent (frames / frameskip), all sessions of the experiment together"""
+    train_for_seconds: float | None = None
+    """stop after this many seconds of this session"""
+    device: str = "auto"
+    """cpu, cuda or cuda:1; auto takes cuda where there is one"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the encoder; auto is bfloat16 on CUDA and on CPUs with AVX512-BF16 or AMX"""
+    experiment: str | None = None
+    """name of the run's folder below train_dir; an existing one is resumed. Default: a fresh name"""
+    train_dir: str = "train_dir"
+    """where experiments are kept"""
+    restart_behavior: Literal["resume", "restart", "overwrite"] = "resume"
+    """what happens when `experiment` exists: go on with it, put it aside under another name, or delete it"""
+    save_every_sec: float = 120.0
+    """seconds between checkpoints"""
+    keep_checkpoints: int = 2
+    """how many of the latest checkpoints are kept"""
+    evaluate: bool = False
+    """play with a checkpoint of `experiment` instead of training"""
+    eval_episodes: int = 100
+    """number of episodes to play"""
+    eval_deterministic: bool = False
+    """play the likeliest action instead of a sampled one"""
+    load_checkpoint_kind: Literal["latest", "best"] = "latest"
+    """which checkpoint to play with"""
+    save_video: bool = False
+    """write the first minute of one game's episodes to <experiment>/video.mp4"""
+
+    # --- sampling
+    num_workers: int | None = None
+    """actor processes. Default: the cores this process may use. 0: games in this process, to debug (implies sync)"""
+    num_envs_per_worker: int = 16
+    """games per worker"""
+    worker_num_splits: int | None = None
+    """parts that a worker's games are stepped in: while one waits for actions the next one is stepped. Default: 2 with
+    CUDA; 1 without, where waiting frees a core for the network and larger inference batches are worth more; 1 when the
+    games are in this process"""
+    set_workers_cpu_affinity: bool = True
+    """pin each worker and its games to one core"""
+    sync: bool = False
+    """collection waits for learning, so that the first minibatch of an iteration has lag 0: the baseline"""
+    actor_timeout: float = 120.0
+    """seconds without progress after which a worker counts as hung and is replaced"""
+    inference_threads: int | None = None
+    """CPU threads of the inference thread's network. Default: by the number of cores"""
+    learner_threads: int | None = None
+    """CPU threads of the learner. Default: by the number of cores"""
+
+    # --- algorithm
+    rollout: int = 32
+    """steps per rollout (T)"""
+    batch_size: int | None = None
+    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 4, from 256 to 8192"""
+    num_epochs: int = 1
+    """passes over each batch"""
+    max_batches_ahead: int = 1
+    """batches that may be collected ahead of the learner; more hides jitter and adds lag"""
+    max_policy_lag: int = 100
+    """samples chosen by a policy at least this many versions old are left out of the losses"""
+    learning_rate: float = 2.5e-4
+    """of Adam"""
+    gamma: float = 0.99
+    """discount per step"""
+    vtrace_rho: float = 1.0
+    """V-trace's clip of the importance weight of a temporal difference (rho bar)"""
+    vtrace_c: float = 1.0
+    """V-trace's clip of the trace (c bar)"""
+    vtrace_lambda: float = 0.95
+    """decay of the trace, as in GAE; 1 is the V-trace of the paper"""
+    clip_coef: float = 0.1
+    """PPO: the ratio is clipped to [1/(1+e), 1+e]"""
+    ppo_clip_value: float = 0.1
+    """PPO: the value may move this far from the one at acting time"""
+    vf_coef: float = 0.5
+    """coefficient of the value loss"""
+    exploration_loss: Literal["entropy", "symmetric_kl"] = "entropy"
+    """reward for entropy, or penalty for the symmetric KL divergence from the uniform policy"""
+    ent_coef: float = 0.01
+    """coefficient of the exploration loss"""
+    max_grad_norm: float = 0.5
+    """gradients are scaled down to this norm; 0 turns it off"""
+    reward_scale: float = 1.0
+    """rewards are multiplied by this"""
+    reward_clip: float = 1.0
+    """then clipped to +- this"""
+    normalize_input: bool = True
+    """normalise every pixel by its running mean and variance, which finds a small ball; off: pixels / 255"""
+    encoder: Literal["nature", "impala"] = "nature"
+    """the convolutions of Mnih et al. (2015), or the residual ones of Espeholt et al. (2018)"""
+    rnn_type: Literal["gru", "lstm", "none"] = "none"
+    """the recurrent core"""
+    hidden_size: int = 512
+    """units of the encoder's last layer and of the recurrent core"""
+
+
+# The lowest and highest values of numbers, where they are not 1 (whole numbers) or 0.0, and infinity
+LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
+HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, sticky_actions=1.0, seed=2**31 - 1)
+BATCH_SHARE, SMALLEST_BATCH = 4, 256  # the default batch is near this part of a rollout of every row
+
+
+class UserError(Exception):
+    """Something the user can mend; printed as one line, without a traceback."""
+
+
+def cores() -> list[int]:
+    """The cores that this process may use: its affinity mask, cut to the container's CPU quota (cgroup v2)."""
+    allowed = sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        allowed = allowed[: max(1, int(quota) // int(period))]
+    return allowed
+
+
+def resolve(args: Args) -> Args:
+    """A copy of `args` with every None and "auto" replaced by the value that this machine gives. Raises UserError."""
+    args = copy.copy(args)
+    for name, value in asdict(args).items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            low, high = LOWEST.get(name, 1 if isinstance(value, int) else 0.0), HIGHEST.get(name, np.inf)
+            if not low <= value <= high:
+                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = args.device.partition(":")
+    if args.device not in ("cpu", "cuda") and (kind != "cuda" or not index.isdecimal() or index != str(int(index))):
+        raise UserError(f"--device {args.device} is no device for this; cpu, cuda or cuda:1")
+    if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
+        raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {count} CUDA devices")
+    n, cpu = len(cores()), kind == "cpu"
+    if args.precision == "auto":
+        capable = not cpu or any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        args.precision = "bfloat16" if capable else "float32"
+    args.num_workers = n if args.num_workers is None else args.num_workers
+    args.sync |= args.num_workers == 0
+    args.worker_num_splits = 1 if args.num_workers == 0 else args.worker_num_splits or (1 if cpu else 2)
+    # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
+    args.learner_threads = args.learner_threads or (1 if not cpu else n if args.sync else max(1, n // 2))
+    args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
+    if args.num_envs_per_worker % args.worker_num_splits:
+        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
+                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
+    rows = max(1, args.num_workers) * args.num_envs_per_worker
+    if args.batch_size is None:
+        if args.sync:  # one rollout of every row
+            args.batch_size = rows * args.rollout
+        else:
+            power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE))
+            args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
+    if args.batch_size < args.rollout or args.batch_size % args.rollout:
+        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
+    if args.sync and args.batch_size % (rows * args.rollout):
+        raise UserError(f"--sync needs whole rollouts of every row: --batch-size {args.batch_size} is not a multiple "
+                        f"of {rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
+    return args
+
+
+# ======================================================================================================================
+# Environment
+# ======================================================================================================================
+
+ENGINE, TICKS_PER_SECOND = "envpool", 60
+GAME_SHARED_MEMORY = 0  # bytes of /dev/shm that a game takes
+
+
+MACHADO = dict(episodic_life=False, noop_max=1, fire_reset=False, sticky_actions=0.25, full_action_space=True)
+
+
+class AtariEnvs(gym.vector.VectorEnv):
+    """EnvPool's Atari games with the usual preprocessing (Mnih et al. 2015): 84x84, grey, the last 4 images.
+    Observation: uint8 [84, 84, 4], the newest last (as convolutions on a CPU want it, rearranged once for acting and
+    learning; EnvPool's own is [4, 84, 84]). Rewards are the game's own score. A game ends after 108,000 frames, half
+    an hour. The pool is made in `reset`, where it gets its seed; it resets on the step after an episode's end.
+
+    `info["game_over"]`: the whole game ended. With `episodic_life` a lost life ends an episode, and the step after it,
+    whose action is ignored too, goes on with the game by the no-ops and FIRE; what is scored in them is lost. Some
+    games (RoadRunner) may end in them, unreported by EnvPool: that step begins a new game, and has `game_over`.
+    """
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"]}
+
+    def __init__(self, args: Args, num_envs: int):
+        games = {"".join(map(str.capitalize, game.split("_"))) + "-v5" for game in atari_game_list}
+        if args.env_id not in games:
+            folded = {game.casefold(): game for game in games}
+            near = difflib.get_close_matches(args.env_id.casefold(), folded, cutoff=0.3) or ["breakout-v5"]
+            names = " or ".join(folded[name] for name in near)
+            raise UserError(f"unknown --env-id {args.env_id}; did you mean {names}?")
+        if args.machado:
+            for name in MACHADO:
+                if getattr(args, name) != getattr(Args, name):
+                    raise UserError(f"--machado sets --{name.replace('_', '-')} itself; use one of the two")
+            args = replace(args, **MACHADO)
+        self.options = dict(
+            env_type="gymnasium", num_envs=num_envs, num_threads=1, frame_skip=args.frameskip, noop_max=args.noop_max,
+            episodic_life=args.episodic_life, use_fire_reset=args.fire_reset, full_action_space=args.full_action_space,
+            repeat_action_probability=args.sticky_actions, max_episode_steps=108_000 // args.frameskip,
+            render_mode="rgb_array",
+        )  # fmt: skip
+        self.env_id, self.num_envs, self.pool = args.env_id, num_envs, None
+        spec = envpool.make_spec(args.env_id, full_action_space=args.full_action_space)
+        self.single_observation_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+        self.single_action_space = spec.gymnasium_action_space
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self.observation = np.zeros(self.observation_space.shape, np.uint8)
+        self.lost_life, self.lives = np.zeros(num_envs, bool), np.zeros(num_envs, int)
+
+    def rearranged(self, images: np.ndarray) -> np.ndarray:
+        """uint8 [num_envs, 4, 84, 84] -> [num_envs, 84, 84, 4], overwritten by the next call."""
+        for i in range(4):  # four copies of 84x84: 12 us a game; NumPy's one copy of the transposed array takes 40
+            self.observation[..., i] = images[:, i]
+        return self.observation
+
+    def reset(self, *, seed: int = 0, options: dict | None = None):
+        self.close()
+        self.pool = envpool.make(self.env_id, seed=seed, **self.options)
+        return self.rearranged(self.pool.reset()[0]), {}
+
+    def step(self, actions):
+        observation, reward, terminated, truncated, info = self.pool.step(actions)
+        observation = self.rearranged(observation)
+        game_over = terminated & (info["terminated"] > 0) | truncated
+        new_game = self.lost_life & (info["lives"] > self.lives)
+        self.lost_life, self.lives = terminated & ~game_over, info["lives"].copy()
+        return observation, reward, terminated, truncated, {"game_over": game_over | new_game}
+
+    def render(self) -> np.ndarray:
+        """The first game's screen, uint8 [1, 210, 160, 3]."""
+        return self.pool.render()
+
+    def close(self, **kwargs) -> None:
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+
+def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
+    """The environments of one split of a worker. Edit this function to train on something else.
+
+    What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image, alone or in a Dict
+    with one float vector, and take Discrete or MultiDiscrete actions. No game is started before `reset`. `info` may
+    have `raw_reward`, which scores are sums of, and `game_over`, where an episode's end is not the game's.
+    """
+    return AtariEnvs(args, num_envs)
+
+
+class Spaces(NamedTuple):
+    """What the pipeline needs to know of the environments."""
+
+    image: tuple[int, ...]  # shape of the image: height, width, channels
+    vector: int  # length of the vector beside it, 0 for none
+    heads: tuple[int, ...]  # number of actions of each independent head
+
+
+def split_observation(observation) -> tuple:
+    """(image, vector or None) of an observation or of an observation space. Raises ValueError for more parts."""
+    if not isinstance(observation, (dict, gym.spaces.Dict)):
+        return observation, None
+    image, vector = sorted(observation.values(), key=lambda part: -len(part.shape))
+    return image, vector
+
+
+def spaces_of(envs: gym.vector.VectorEnv) -> Spaces:
+    """Raises UserError for environments that the pipeline does not support."""
+    observation, action = envs.single_observation_space, envs.single_action_space
+    if (mode := envs.metadata.get("autoreset_mode")) != gym.vector.AutoresetMode.NEXT_STEP:
+        raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
+    try:
+        image, vector = split_observation(observation)
+        (width,) = vector.shape if vector else (0,)
+        heads = tuple(int(n) for n in (action.nvec if isinstance(action, gym.spaces.MultiDiscrete) else (action.n,)))
+        supported = image.dtype == np.uint8 and len(image.shape) == 3 and not np.any(action.start)
+    except (AttributeError, TypeError, ValueError):
+        supported = False
+    if not supported:
+        raise UserError(f"unsupported spaces, {observation} and {action}: one uint8 image, alone or in a Dict with one "
+                        "vector, and Discrete or MultiDiscrete actions that start at 0")  # fmt: skip
+    return Spaces(image.shape, width, heads)
+
+
+# ======================================================================================================================
+# Mailbox and rollouts
+# ======================================================================================================================
+
+STARTING, STEPPING, WAITING = 0, 1, 2  # an actor's phase
+
+
+class Mailbox:
+    """The only memory that actors share with the main process. Row r = worker * num_envs_per_worker + environment.
+
+    Between its request and its reply a group's rows belong to the inference thread, otherwise to its actor: no locks.
+    """
+
+    def __init__(self, spaces: Spaces, rows: int, workers: int):
+        def shared(*shape, dtype):
+            return torch.zeros(shape, dtype=dtype).share_memory_()
+
+        # written by actor: rows are theirs from a reply to the next request
+        self.obs = shared(rows, *spaces.image, dtype=torch.uint8)  # the current observation
+        self.vector = shared(rows, spaces.vector, dtype=torch.float32)  # and the vector beside it
+        self.reward = shared(rows, dtype=torch.float32)  # of the action before it, after scale and clip
+        self.terminated = shared(rows, dtype=torch.bool)  # that action ended the episode for good
+        self.first = shared(rows, dtype=torch.bool)  # obs is the first of an episode
+        # of the game that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended)
+        self.episode = shared(rows, 3, dtype=torch.float32)
+        # written by inference, read by actor
+        self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
+        # written by actor at any time, for supervision and statistics
+        self.progress = shared(workers, dtype=torch.int64)  # requests so far
+        self.phase = shared(workers, dtype=torch.uint8)  # STARTING, STEPPING or WAITING
+        self.stepped = shared(workers, dtype=torch.float64)  # seconds spent stepping so far
+
+    def numpy(self) -> SimpleNamespace:
+        """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
+        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items()})
+
+
+class Rollouts:
+    """Private memory of the main process, [time, slot, ...]; inference writes FILLING slots, the learner reads FULL.
+
+    What inference computes on the device stays there; the few bytes a step that come from the actors are kept on the
+    host, where the learner finds resets and validity without asking the device. NaN marks what was never written.
+    """
+
+    def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
+        on = dict(device=device)
+        # on the device; T + 1: with the observation that the last value is bootstrapped from
+        self.obs = torch.zeros((T + 1, slots, *spaces.image), dtype=torch.uint8, **on)
+        self.vector = torch.zeros((T + 1, slots, spaces.vector), **on)
+        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, **on)
+        self.logprobs = torch.full((T, slots), torch.nan, **on)  # of the actions, by the policy that acted (mu)
+        self.values = torch.full((T, slots), torch.nan, **on)  # by the policy that acted, for value clipping only
+        self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0] was read
+        # on the host
+        self.first = np.zeros((T + 1, slots), bool)
+        self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
+        self.terminated = np.zeros((T, slots), bool)
+        self.versions = np.zeros((T, slots), np.int64)  # that chose actions[t]
+
+
+def mebibytes(memory: Mailbox | Rollouts) -> float:
+    return sum(field.nbytes for field in vars(memory).values()) / 2**20
+
+
+# ======================================================================================================================
+# Agent
+# ======================================================================================================================
+
+
+class Normalizer(nn.Module):
+    """Running mean and variance of every element of an input, in float32; clips to +-5, as Sample Factory 2 does."""
+
+    def __init__(self, shape: tuple[int, ...], unit: float):
+        super().__init__()
+        self.unit = unit
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        # normalised = x * scale + shift, one multiply-add per element; until the first update that is x / unit
+        self.register_buffer("scale", torch.full(shape, 1 / unit))
+        self.register_buffer("shift", torch.zeros(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape, device=x.device)
+        # On a CPU in pieces that stay in the cache: 14 ms instead of 22 ms for 1056 images.
+        chunk = 16 if x.device.type == "cpu" else len(x)
+        for part, to in zip(x.split(chunk), out.split(chunk)):
+            torch.addcmul(self.shift, to.copy_(part), self.scale, out=to).clamp_(-5, 5)
+        return out
+
+    @torch.no_grad()
+    def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
+        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
+        Raises FloatingPointError, before anything is changed, for an input that is not finite."""
+        x = x[valid].float() / self.unit  # waits for the device, which the learner has just done anyway
+        n = len(x)
+        if n == 0:
+            return
+        mean = x.mean(0)
+        var = (x - mean).square_().mean(0)
+        if not (mean + var).isfinite().all():  # clipped to +-5, the losses would not tell
+            raise FloatingPointError("an observation is not finite")
+        total = self.count + n
+        delta = mean - self.mean
+        self.var.copy_((self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total)
+        self.mean.add_(delta * (n / total))
+        self.count.copy_(total)
+        std = (self.var + 1e-5).sqrt()
+        self.scale.copy_(1 / (self.unit * std))
+        self.shift.copy_(-self.mean / std)
+
+
+def init_layer(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
+    """Orthogonal weights, biases 0."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.block = nn.Sequential(
+            nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(x)
+
+
+class Agent(nn.Module):
+    """`nature`: convolutions 32/8/4, 64/4/2, 64/3/1 (channels, kernel, stride; Mnih et al. 2015). `impala`: three
+    stages of a convolution, a pool and two residual blocks with 16, 32, 32 channels (Espeholt et al. 2018, figure 3).
+    Then a layer of `hidden_size`, joined by two layers of 128 for a vector, where there is one; a recurrent core, if
+    asked for; value and logits. ReLU. Weights orthogonal with CleanRL's gains, `impala`'s convolutions as PyTorch's."""
+
+    def __init__(self, spaces: Spaces, args: Args):
+        super().__init__()
+        self.heads, self.rnn_type, self.normalize = spaces.heads, args.rnn_type, args.normalize_input
+        self.bfloat16 = args.precision == "bfloat16"
+        height, width, channels = spaces.image
+        self.image_norm = Normalizer(spaces.image, unit=255.0)
+        if args.encoder == "nature":
+            layers = [
+                init_layer(nn.Conv2d(channels, 32, 8, 4)), nn.ReLU(inplace=True),
+                init_layer(nn.Conv2d(32, 64, 4, 2)), nn.ReLU(inplace=True),
+                init_layer(nn.Conv2d(64, 64, 3, 1)), nn.ReLU(inplace=True),
+            ]  # fmt: skip
+        else:
+            layers, before = [], channels
+            for now in (16, 32, 32):
+                layers += [nn.Conv2d(before, now, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
+                layers += [Residual(now), Residual(now)]
+                before = now
+            layers.append(nn.ReLU())
+        self.conv = nn.Sequential(*layers)
+        with torch.no_grad():
+            conv_size = self.conv(torch.zeros(1, channels, height, width)).numel()
+        self.fc = init_layer(nn.Linear(conv_size, args.hidden_size))
+        core_input = args.hidden_size
+        if spaces.vector:
+            self.vector_norm = Normalizer((spaces.vector,), unit=1.0)
+            self.vector_fc = nn.Sequential(
+                init_layer(nn.Linear(spaces.vector, 128)), nn.ReLU(inplace=True),
+                init_layer(nn.Linear(128, 128)), nn.ReLU(inplace=True),
+            )  # fmt: skip
+            core_input += 128
+        self.state_size = {"gru": 1, "lstm": 2, "none": 0}[args.rnn_type] * args.hidden_size
+        if args.rnn_type != "none":
+            self.core = (nn.GRU if args.rnn_type == "gru" else nn.LSTM)(core_input, args.hidden_size)
+        head_input = args.hidden_size if args.rnn_type != "none" else core_input
+        self.critic = init_layer(nn.Linear(head_input, 1), gain=1.0)
+        self.actor = init_layer(nn.Linear(head_input, sum(spaces.heads)), gain=0.01)
+        self.to(memory_format=torch.channels_last)  # as images come: height, width, channel
+
+    def encode(self, obs: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """obs uint8 [N, H, W, C], vector float32 [N, V] -> float32 [N, features]"""
+        x = self.image_norm(obs).permute(0, 3, 1, 2)
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
+            # flatten in the order of memory (height, width, channel): a view instead of a copy
+            x = F.relu(self.fc(self.conv(x).permute(0, 2, 3, 1).flatten(1)), inplace=True)
+        x = x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
+        if vector.shape[-1]:
+            x = torch.cat([x, self.vector_fc(self.vector_norm(vector))], dim=-1)
+        return x
+
+    def forward(self, obs, vector, first, state, restarts):
+        """obs uint8 [T, B, H, W, C], vector float32 [T, B, V], first bool [T, B], state float32 [B, state_size] before
+        obs[0]; restarts: the times, 0 among them, at which `first` is set in any row. There the sequence is cut for all
+        rows, and the state of those with `first` is zeroed.
+        Returns logits [T, B, sum(heads)], values [T, B], state."""
+        T, B = first.shape
+        x = self.encode(obs.flatten(0, 1), vector.flatten(0, 1)).unflatten(0, (T, B))
+        if self.rnn_type != "none":
+            outputs = []
+            for start, end in zip(restarts, restarts[1:] + [T]):  # one call per stretch in which nothing restarts
+                state = state * ~first[start].unsqueeze(-1)
+                hidden = state.unsqueeze(0)
+                if self.rnn_type == "lstm":
+                    output, hidden = self.core(x[start:end], tuple(part.contiguous() for part in hidden.chunk(2, -1)))
+                    hidden = torch.cat(hidden, -1)
+                else:
+                    output, hidden = self.core(x[start:end], hidden)
+                state = hidden.squeeze(0)
+                outputs.append(output)
+            x = torch.cat(outputs)
+        return self.actor(x), self.critic(x).squeeze(-1), state
+
+    @torch.no_grad()
+    def update_normalizers(self, obs: torch.Tensor, vector: torch.Tensor, valid: torch.Tensor) -> None:
+        """obs [T, B, ...], vector [T, B, V], valid [T, B]"""
+        if self.normalize:
+            self.image_norm.update(obs[::4].flatten(0, 1), valid[::4].flatten())  # neighbours in time hardly differ
+            if vector.shape[-1]:
+                self.vector_norm.update(vector.flatten(0, 1), valid.flatten())
+
+
+def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
+    """logits [N, sum(heads)] -> actions int64 [N, heads], their joint log-probability [N]."""
+    actions, logprob = [], 0.0
+    for head in logits.split(heads, dim=-1):
+        logp = head.log_softmax(-1)
+        # argmax p/e with e ~ Exp(1) is a draw from p; unlike torch.multinomial it never makes the host wait.
+        scores = logp if deterministic else logp.exp() / torch.empty_like(logp).exponential_()
+        action = scores.argmax(-1, keepdim=True)
+        actions.append(action)
+        logprob = logprob + logp.gather(-1, action).squeeze(-1)
+    return torch.cat(actions, -1), logprob
+
+
+def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[int, ...]):
+    """logits [..., sum(heads)], actions [..., heads] -> joint log-probability, entropy and symmetric KL to the uniform
+    policy, [...] each, summed over the independent heads."""
+    logprob = entropy = symmetric_kl = 0.0
+    for h, head in enumerate(logits.split(heads, dim=-1)):
+        logp = head.log_softmax(-1)
+        head_entropy = -(logp.exp() * logp).sum(-1)
+        logprob = logprob + logp.gather(-1, actions[..., h : h + 1]).squeeze(-1)
+        entropy = entropy + head_entropy
+        # (KL(p|u) + KL(u|p)) / 2 with KL(p|u) = log n - H(p) and KL(u|p) = -log n - mean log p
+        symmetric_kl = symmetric_kl + 0.5 * (-head_entropy - logp.mean(-1))
+    return logprob, entropy, symmetric_kl
+
+
+# ======================================================================================================================
+# V-trace and the loss
+# ======================================================================================================================
+
+
+@torch.no_grad()
+def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: float, lam: float):
+    """V-trace targets and advantages (Espeholt et al. 2018, IMPALA, section 4.1; lambda: their remark 2).
+
+    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where the episode ended) float32 [T, B], valid bool [T, B]
+    (False cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
+    Returns vs [T+1, B] (vs[T] = V[T]) and advantages [T, B].
+
+        vs[t] = V[t] + rho[t] (r[t] + discount[t] V[t+1] - V[t]) + discount[t] c[t] (vs[t+1] - V[t+1])
+        A[t]  = r[t] + discount[t] (lam vs[t+1] + (1 - lam) V[t+1]) - V[t]
+
+    The advantage carries no rho: the PPO surrogate multiplies by the ratio itself. On-policy it is GAE(lam); with
+    lam = 1 it is IMPALA's advantage.
+    """
+    rho = ratios.clamp(max=rho_bar) * valid
+    c = lam * ratios.clamp(max=c_bar) * valid
+    deltas = rho * (rewards + discounts * values[1:] - values[:-1])
+    vs = values.clone()
+    correction = torch.zeros_like(values[0])  # vs[t+1] - V[t+1]
+    for t in reversed(range(len(rewards))):
+        correction = deltas[t] + discounts[t] * c[t] * correction
+        vs[t] += correction
+    advantages = rewards + discounts * (lam * vs[1:] + (1 - lam) * values[1:]) - values[:-1]
+    return vs, advantages
+
+
+class Batch(NamedTuple):
+    """B rollouts on the learner's device, [time, rollout, ...]; the last two fields are on the host."""
+
+    obs: torch.Tensor  # uint8 [T+1, B, H, W, C]
+    vector: torch.Tensor  # float32 [T+1, B, V]
+    first: torch.Tensor  # bool [T+1, B]
+    rnn_state: torch.Tensor  # float32 [B, state_size]
+    actions: torch.Tensor  # int64 [T, B, heads]
+    logprobs: torch.Tensor  # float32 [T, B]
+    values: torch.Tensor  # float32 [T, B]
+    rewards: torch.Tensor  # float32 [T, B]
+    terminated: torch.Tensor  # bool [T, B]
+    mask: torch.Tensor  # bool [T, B]: valid and younger than max_policy_lag, what the losses are taken over
+    restarts: list[int]
+    size: int  # samples in mask, on the host
+
+
+def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device."""
+    logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
+    logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
+    log_ratio = logprobs - batch.logprobs
+    ratio = log_ratio.clamp(math.log(0.05), math.log(20.0)).exp()  # Sample Factory's band; no gradient outside
+    discounts = args.gamma * ~batch.terminated
+    vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
+                            args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
+
+    weight = batch.mask.float()
+    n = weight.sum()
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).sum() / n
+
+    advantages = advantages - mean(advantages)
+    advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
+    clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
+    policy_loss = -mean(torch.min(ratio * advantages, clipped * advantages))
+
+    target, old = vs[:-1], batch.values
+    value_error = (values[:-1] - target).square()
+    clipped_error = (old + (values[:-1] - old).clamp(-args.ppo_clip_value, args.ppo_clip_value) - target).square()
+    value_loss = mean(torch.max(value_error, clipped_error))
+
+    exploration = -mean(entropy) if args.exploration_loss == "entropy" else mean(symmetric_kl).clamp(max=30.0)
+    loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
+
+    with torch.no_grad():
+        residual, spread = (target - values[:-1]).square(), (target - mean(target)).square()
+        metrics = {
+            "losses/policy_loss": policy_loss.detach(),
+            "losses/value_loss": value_loss.detach(),
+            "losses/entropy": mean(entropy),
+            "losses/approx_kl": mean(log_ratio.exp() - 1 - log_ratio),  # http://joschu.net/blog/kl-approx.html
+            "losses/clipfrac": mean((ratio != clipped).float()),
+            "losses/explained_variance": 1 - mean(residual) / mean(spread).clamp(min=1e-8),
+            "losses/value": mean(values[:-1]),
+            "vtrace/rho_mean": mean(ratio.clamp(max=args.vtrace_rho)),
+            "vtrace/rho_clipfrac": mean((ratio > args.vtrace_rho).float()),
+        }
+    return loss, metrics
+
+
+# ======================================================================================================================
+# Actor
+# ======================================================================================================================
+
+REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; a pipe never tears writes this small
+WAKE = -1  # "group" of a message that only wakes the inference thread: slots were freed, or the run ends
+
+
+def play(args: Args, worker: int, splits: list[gym.vector.VectorEnv], mailbox: SimpleNamespace, seed: int):
+    """Steps the splits of one worker in turn, for ever. Generator: yields a split's number when its rows of the mailbox
+    are written; they belong to the caller until it asks for that split's next step, with `mailbox.action` filled in.
+    The yields are 0, 1, .. S-1 (each after its reset), 0, 1, .. S-1 (each after a step), and so on."""
+    n = args.num_envs_per_worker // len(splits)
+    starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
+    rows = [slice(start, start + n) for start in starts]
+    ended = np.zeros((len(splits), n), bool)  # the last step ended an episode, so the next one only resets
+    totals = np.zeros((len(splits), n, 3))  # of the running games, what Mailbox.episode has of finished ones
+
+    def write(r: slice, observation) -> None:
+        image, vector = split_observation(observation)
+        mailbox.obs[r] = image
+        if vector is not None:
+            mailbox.vector[r] = vector
+
+    try:
+        for s, (r, envs) in enumerate(zip(rows, splits)):
+            observation, _ = envs.reset(seed=seed + s * n)
+            write(r, observation)
+            mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
+            yield s
+        while True:
+            for s, (r, envs) in enumerate(zip(rows, splits)):
+                fresh, start = ended[s].copy(), time.perf_counter()
+                action = mailbox.action[r].reshape(envs.action_space.shape)
+                observation, reward, terminated, truncated, info = envs.step(action)
+                write(r, observation)
+                raw_reward = info.get("raw_reward", reward)
+                reward = np.clip(reward * args.reward_scale, -args.reward_clip, args.reward_clip)
+                mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, fresh
+                totals[s] += np.stack([raw_reward, reward, np.ones(n)], axis=-1) * ~fresh[:, None]
+                ended[s] = terminated | truncated
+                over = info.get("game_over", ended[s])  # the same, but where a lost life ends an episode
+                mailbox.episode[r] = totals[s] * over[:, None]
+                totals[s][over] = 0
+                mailbox.stepped[worker] += time.perf_counter() - start
+                yield s
+    finally:
+        for envs in splits:
+            envs.close()
+
+
+def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int, mailbox: Mailbox,
+          request, replies, errors) -> None:  # fmt: skip
+    """Body of an actor process. `request` is the one pipe that all actors write to, `replies` has one pipe per split,
+    `errors` takes this actor's last words as raw text."""
+    os.setsid()  # a terminal's Ctrl-C misses us and our games, and the whole group can be ended at once
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2:  # else the games would hold our pipes open, and nobody would see them close
+            with contextlib.suppress(OSError):
+                os.set_inheritable(fd, False)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=errors.fileno())  # the supervisor asks a hung actor where it hangs
+    if core is not None:
+        os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
+    os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
+    with contextlib.suppress(OSError):  # where Linux schedules by session, setsid made a group of its own, niced apart
+        Path("/proc/self/autogroup").write_text("10")
+    torch.set_num_threads(1)
+    try:
+        numpy, S = mailbox.numpy(), args.worker_num_splits
+        splits = [make_envs(args, args.num_envs_per_worker // S) for _ in range(S)]
+        steps = play(args, worker, splits, numpy, seed)
+        for i, split in enumerate(steps):
+            numpy.progress[worker] += 1
+            os.write(request.fileno(), REQUEST.pack(worker * S + split, incarnation))
+            # From here on the rows of `split` belong to inference.
+            if i >= S - 1:  # all splits have been reset, so the next one has a request out
+                numpy.phase[worker] = WAITING
+                if not os.read(replies[(split + 1) % S].fileno(), 1):  # closed: the run is over
+                    break
+                numpy.phase[worker] = STEPPING
+        steps.close()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.write(errors.fileno(), traceback.format_exc().encode()[-60_000:])
+        os._exit(1)  # without closing the games, which may hang: the supervisor ends the group
+
+
+def end_group(group: int) -> None:
+    """Ends an actor, dead or alive, and whatever it started."""
+    with contextlib.suppress(OSError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
+    multiprocessing.connection.wait([mp.parent_process().sentinel])
+    end_group(os.getpgid(0))  # ourselves among it
+
+
+class Actors:
+    """The actor processes: started, watched by a thread of their own, and replaced when they die or hang."""
+
+    def __init__(self, args: Args, mailbox: Mailbox, log, on_failure):
+        self.args, self.shared, self.mailbox = args, mailbox, mailbox.numpy()
+        self.log, self.on_failure, self.restarts = log, on_failure, 0
+        # fork is unsafe beside threads and CUDA; spawn costs seconds and 100 MB an actor
+        self.context = mp.get_context("forkserver")
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        self.request_reader, self.request_writer = self.context.Pipe(duplex=False)
+        self.all = [
+            SimpleNamespace(worker=worker, incarnation=0, replies=(), deaths=deque(maxlen=3), process=None)
+            for worker in range(args.num_workers)
+        ]
+        self.lock = threading.Lock()  # a reply pipe is not written to while it is replaced
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=self.watch, name="supervisor", daemon=True)
+
+    def start_all(self) -> None:
+        for one in self.all:
+            self.start(one)
+        self.thread.start()
+
+    def start(self, one: SimpleNamespace) -> None:
+        worker, allowed = one.worker, sorted(os.sched_getaffinity(0))
+        core = allowed[worker % len(allowed)] if self.args.set_workers_cpu_affinity else None
+        entropy = [self.args.seed, worker, one.incarnation]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2  # and a few more, one a game, below 2**31
+        self.mailbox.phase[worker] = STARTING
+        self.mailbox.progress[worker] = one.progress = 0  # requests when last looked at,
+        one.since = time.monotonic()  # and since when they are the same
+        readers, writers = zip(*[self.context.Pipe(duplex=False) for _ in range(self.args.worker_num_splits)])
+        one.errors, errors_writer = self.context.Pipe(duplex=False)
+        with self.lock:
+            one.replies = writers
+        one.process = self.context.Process(
+            target=actor, name=f"actor {worker}", daemon=True,
+            args=(self.args, worker, one.incarnation, core, seed, self.shared, self.request_writer, readers,
+                  errors_writer),
+        )  # fmt: skip
+        one.process.start()
+        for end in (*readers, errors_writer):
+            end.close()
+
+    def reply(self, requests: list[tuple[int, int]]) -> None:
+        """Gives the rows of the requests' groups back to their actors."""
+        S = self.args.worker_num_splits
+        with self.lock:
+            for group, incarnation in requests:
+                if self.is_current(group, incarnation):
+                    with contextlib.suppress(OSError):  # a dead actor's pipe; the supervisor will see to it
+                        os.write(self.all[group // S].replies[group % S].fileno(), b"\0")
+
+    def wake(self) -> None:
+        os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
+
+    def is_current(self, group: int, incarnation: int) -> bool:
+        """False for what is left of an actor that was replaced."""
+        return self.all[group // self.args.worker_num_splits].incarnation == incarnation
+
+    def watch(self) -> None:
+        """The supervisor thread."""
+        try:
+            while not self.stopping.is_set():
+                multiprocessing.connection.wait([one.process.sentinel for one in self.all], timeout=0.5)
+                for one in self.all:
+                    self.look_after(one)
+        except BaseException as error:
+            self.on_failure(error)
+
+    def look_after(self, one: SimpleNamespace) -> None:
+        progress, phase = self.mailbox.progress[one.worker], self.mailbox.phase[one.worker]
+        if progress != one.progress or phase == WAITING:  # the clock runs only while the actor owns its rows
+            one.progress, one.since = progress, time.monotonic()
+        if not one.process.is_alive():
+            what = "died"
+        elif time.monotonic() - one.since > self.args.actor_timeout:
+            what = f"made no progress for {self.args.actor_timeout:.0f} s while {['starting', 'stepping'][phase]}"
+            with contextlib.suppress(OSError):
+                os.kill(one.process.pid, signal.SIGUSR1)  # it writes its stack to its errors pipe
+            time.sleep(0.5)
+        else:
+            return
+        if not self.stopping.is_set():
+            self.replace(one, what)
+
+    def replace(self, one: SimpleNamespace, what: str) -> None:
+        end_group(one.process.pid)
+        one.process.kill()  # if it died or hung before it had a group of its own
+        one.process.join(5)
+        last_words = ""
+        while one.errors.poll() and (text := os.read(one.errors.fileno(), 65536)):
+            last_words += text.decode(errors="replace")
+        what = f"actor {one.worker} {what} (exit code {one.process.exitcode})"
+        one.deaths.append(time.monotonic())
+        self.restarts += 1
+        barren = self.mailbox.progress[one.worker] <= self.args.worker_num_splits  # it has not made a single step
+        short = 60 + (3 * self.args.actor_timeout if barren else 0)
+        if len(one.deaths) == 3 and one.deaths[2] - one.deaths[0] < short:
+            self.stopping.set()
+            return self.on_failure(RuntimeError(f"{what}, for the third time\n{last_words.strip()}".strip()))
+        self.log(f"{what}; starting it again\n{last_words}".strip())
+        with self.lock:
+            one.incarnation += 1  # what is left of the old one's requests is dropped from here on
+            for end in (*one.replies, one.errors):
+                end.close()
+        self.start(one)
+
+    def stop(self, patience: float = 5.0) -> None:
+        """Ends all actors: by closing their pipes, and after `patience` seconds by force."""
+        self.stopping.set()
+        if self.thread.ident:
+            self.thread.join()
+        with self.lock:
+            for writer in (writer for one in self.all for writer in one.replies):
+                writer.close()
+        deadline = time.monotonic() + patience
+        started = [one.process for one in self.all if one.process and one.process.pid]
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in started:
+            end_group(process.pid)
+            process.kill()
+
+
+# ======================================================================================================================
+# Inference
+# ======================================================================================================================
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Marks this point of the calling thread's CUDA stream. On a CPU nothing is ever under way."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_event(event: torch.cuda.Event | None) -> None:
+    """The calling thread's CUDA stream (not the thread) waits until the mark was passed."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def own_stream(device: torch.device, threads: int):
+    """Context of a thread that computes: its number of CPU threads and a CUDA stream of its own."""
+    torch.set_num_threads(threads)
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class ActingPolicy:
+    """The policy that acts, apart from the one that learns: two copies, one in use, one for the learner to fill. A
+    copy's lock says who may launch work on it; on CUDA its event says when the work launched last is done. Nobody ever
+    reads half an update."""
+
+    def __init__(self, agent: Agent, version: int, device: torch.device):
+        def copied():  # to() packs the core's weights for cuDNN again
+            frozen = copy.deepcopy(agent).requires_grad_(False).to(device)
+            return SimpleNamespace(agent=frozen, version=version, lock=threading.Lock(), event=None)
+
+        self.current, self.spare, self.device = copied(), copied(), device
+
+    @contextlib.contextmanager
+    def hold(self, one: SimpleNamespace):
+        with one.lock:
+            wait_event(one.event)
+            yield one
+            one.event = record_event(self.device)
+
+    def use(self):
+        """Context of one inference: yields the current copy, with its `agent` and `version`."""
+        return self.hold(self.current)
+
+    @torch.no_grad()
+    def publish(self, agent: Agent, version: int) -> None:
+        with self.hold(self.spare) as spare:  # waits for the last inference that still used it
+            for to, source in zip(spare.agent.state_dict().values(), agent.state_dict().values()):
+                to.copy_(source)
+            spare.version = version
+        self.current, self.spare = spare, self.current
+
+
+class Inference:
+    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot."""
+
+    def __init__(self, args: Args, mailbox: Mailbox, rollouts: Rollouts, acting: ActingPolicy, device: torch.device,
+                 full: queue.SimpleQueue, free: queue.SimpleQueue):  # fmt: skip
+        self.args, self.rollouts, self.acting, self.device = args, rollouts, acting, device
+        self.mailbox, self.numpy = mailbox, mailbox.numpy()
+        self.full, self.free, self.free_slots = full, free, deque()
+        rows, self.size = len(mailbox.first), args.num_envs_per_worker // args.worker_num_splits
+        self.groups = rows // self.size
+        self.t = [0] * self.groups  # steps in the FILLING slots; the rows of a group are in step
+        self.slots: list[np.ndarray | None] = [None] * self.groups  # None: full and handed over, no new ones yet
+        self.begun = np.zeros(self.groups, int)  # rollouts begun, for --sync
+        self.quota = args.batch_size // (rows * args.rollout)  # with --sync: rollouts per row and iteration,
+        self.allowed = self.quota if args.sync else sys.maxsize  # and so far
+        self.state = torch.zeros(rows, acting.current.agent.state_size, device=device)
+        self.obs = torch.zeros_like(mailbox.obs, device=device)  # the mailbox rows being served, on the device
+        self.vector = torch.zeros_like(mailbox.vector, device=device)
+        copied = [(mailbox.obs, self.obs, rollouts.obs), (mailbox.vector, self.vector, rollouts.vector)]
+        self.copied = [tensors for tensors in copied if tensors[0].numel()]
+        for source, _, _ in self.copied:
+            if device.type == "cuda":  # pinned, so that copies to the device run beside the host
+                error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
+                torch.cuda.check_error(int(error))
+        self.episodes: deque[list[float]] = deque(maxlen=100)  # the last finished ones, as in Mailbox.episode
+        self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served
+        self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
+        self.stopping = False
+
+    def run(self, actors: Actors) -> None:
+        """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
+        try:
+            with own_stream(self.device, self.args.inference_threads):
+                waiting: list[tuple[int, int]] = []
+                while not self.stopping:
+                    start = time.perf_counter()
+                    data = os.read(actors.request_reader.fileno(), 1 << 16)
+                    if waiting:
+                        self.held += time.perf_counter() - start
+                    else:
+                        self.idle += time.perf_counter() - start
+                    # Until its reply the rows of a group in `waiting` belong to this thread.
+                    waiting += [request for request in REQUEST.iter_unpack(data) if request[0] != WAKE]
+                    waiting = [request for request in waiting if actors.is_current(*request)]
+                    served = self.serve([group for group, _ in waiting])
+                    actors.reply([request for request in waiting if request[0] in served])
+                    waiting = [request for request in waiting if request[0] not in served]
+        except BaseException as error:
+            self.full.put(error)  # the learner raises it
+
+    @torch.inference_mode()
+    def serve(self, groups: list[int]) -> list[int]:
+        """Stores the groups' mailbox rows, and writes actions for all that have a slot; returns those."""
+        done = [group for group in groups if self.t[group] == self.args.rollout]
+        if done:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
+            self.store(done)
+            event = record_event(self.device)
+            for group in done:
+                self.full.put((self.slots[group], event))
+                self.t[group], self.slots[group] = 0, None
+        while not self.free.empty():
+            slots, event = self.free.get()
+            wait_event(event)  # the learner's copy out of these slots
+            self.free_slots.extend(slots)
+        ready = [group for group in groups if self.slots[group] is not None or self.take_slots(group)]
+        if ready:
+            self.act(ready)
+        return ready
+
+    def allow_next_iteration(self) -> None:
+        """With --sync the learner calls this when it has published; the waiting groups are served at the next request
+        or WAKE."""
+        self.allowed += self.quota
+
+    def take_slots(self, group: int) -> bool:
+        if len(self.free_slots) < self.size or self.begun[group] >= self.allowed:
+            return False
+        self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
+        self.begun[group] += 1
+        return True
+
+    def store(self, groups: list[int]):
+        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times, slots and
+        `first`, on the host and on the device."""
+        n, numpy, rollouts = self.size, self.numpy, self.rollouts
+        rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
+        t = np.repeat([self.t[group] for group in groups], n)
+        slots = np.concatenate([self.slots[group] for group in groups])
+        rollouts.first[t, slots] = first = numpy.first[rows]
+        later = t > 0  # the reward of the step before a slot's first was stored with the slot before
+        t1, s1, r1 = t[later] - 1, slots[later], rows[later]
+        rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
+        index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
+        for source, staged, field in self.copied:
+            for i, group in enumerate(groups):
+                staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
+            if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
+                field.numpy()[t, slots] = staged.numpy()[: len(rows)]
+            else:
+                field[index[1], index[2]] = staged[: len(rows)]
+        return (rows, t, slots, first), index
+
+    def act(self, groups: list[int]) -> None:
+        (rows, t, slots, first), (d_rows, d_t, d_slots, d_first) = self.store(groups)
+        n, rollouts = len(rows), self.rollouts
+        with self.acting.use() as policy:
+            state = self.state[d_rows]
+            obs, vector = self.obs[None, :n], self.vector[None, :n]
+            logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state, [0])
+            actions, logprobs = sample_actions(logits[0], policy.agent.heads)
+            rollouts.actions[d_t, d_slots] = actions
+            rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
+            if (t == 0).any():
+                rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
+            rollouts.versions[t, slots] = policy.version
+        self.numpy.action[rows] = actions.cpu().numpy()  # the one place where inference waits for the device
+        self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
+        for group in groups:
+            self.t[group] += 1
+        self.served += n
+        self.steps += n - int(first.sum())
+        self.batches += 1
+
+
+# ======================================================================================================================
+# Learner
+# ======================================================================================================================
+
+
+class Learner:
+    """Takes FULL slots, B at a time, and improves the policy."""
+
+    def __init__(self, args: Args, agent: Agent, rollouts: Rollouts, acting: ActingPolicy, device: torch.device,
+                 release):  # fmt: skip
+        self.args, self.agent, self.rollouts, self.acting, self.device = args, agent, rollouts, acting, device
+        self.release = release  # release(slots, event) makes slots FREE
+        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.version = 0  # optimiser steps
+        self.global_step = 0  # valid transitions received
+        self.skipped = 0  # batches without a single usable sample
+        self.best_return = -float("inf")
+        self.waited = self.learned = 0.0  # seconds without full slots, and at work
+        B = args.batch_size // args.rollout
+        # A batch is gathered into the same memory each time: fresh pages would cost more than the copy
+        self.buffer = {
+            name: field.new_empty((field.shape[0], B, *field.shape[2:])) for name, field in vars(rollouts).items()
+            if isinstance(field, torch.Tensor) and name != "rnn_state"
+        }  # fmt: skip
+
+    def load(self, checkpoint: dict) -> None:
+        self.agent.load_state_dict(checkpoint["agent"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
+        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
+        self.best_return = checkpoint["best_return"]
+        self.acting.publish(self.agent, self.version)
+
+    def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
+        """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
+        r, d_slots = self.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
+        for name, out in self.buffer.items():
+            if self.device.type == "cpu":
+                np.take(getattr(r, name).numpy(), slots, axis=1, out=out.numpy(), mode="clip")
+            else:
+                torch.index_select(getattr(r, name), 1, d_slots, out=out)
+        first, lag = r.first[:, slots], self.version - r.versions[:, slots]
+        valid = ~first[1:]
+        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
+        mask = valid & (lag < self.args.max_policy_lag)
+        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
+        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
+        rnn_state = r.rnn_state[d_slots]
+        return Batch(**self.buffer, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
+
+    def iterate(self, slots: np.ndarray) -> dict[str, float]:
+        """Learns from B FULL slots; hands them to `release` as soon as they may be written again. Returns metrics.
+
+        Raises FloatingPointError before a non-finite update is made: the weights are still good.
+        """
+        args, metrics, start = self.args, {}, time.perf_counter()
+        batch, lags = self.gather(slots)
+        self.release(slots, record_event(self.device))
+        # the first samples only initialise the statistics of the inputs
+        epochs = args.num_epochs if self.global_step or not args.normalize_input else 0
+        self.global_step += len(lags)
+        if batch.size == 0:  # a batch without a usable sample is no update
+            self.skipped += 1
+            epochs = 0
+        for epoch in range(epochs):
+            if epoch:
+                self.acting.publish(self.agent, self.version)
+            loss, metrics = appo_loss(args, self.agent, batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), args.max_grad_norm or torch.inf)
+            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is ever published or saved
+                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
+            metrics["losses/grad_norm"] = grad_norm
+            self.optimizer.step()
+            self.version += 1
+        # New statistics change the policy, so they are published together with the last weights.
+        self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
+        self.acting.publish(self.agent, self.version)
+        self.learned += time.perf_counter() - start
+        if metrics:
+            metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+            metrics |= {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
+        if len(lags):
+            masked = (lags >= args.max_policy_lag).mean()
+            metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": masked}
+        return metrics
+
+
+# ======================================================================================================================
+# Checkpoints
+# ======================================================================================================================
+
+
+def save_checkpoint(path: Path, learner: Learner) -> None:
+    """Tensors and plain values only. Written under another name first: a checkpoint is whole or absent."""
+    path.parent.mkdir(exist_ok=True)
+    content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
+                   global_step=learner.global_step, best_return=learner.best_return,
+                   args=asdict(learner.args))  # fmt: skip
+    temporary = path.with_name("saving.tmp")
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save_latest(folder: Path, learner: Learner, keep: int) -> None:
+    path = folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth"
+    save_checkpoint(path, learner)
+    others = sorted(set(folder.glob("checkpoint_*.pth")) - {path}, key=os.path.getmtime, reverse=True)
+    for old in others[keep - 1 :]:
+        old.unlink()
+
+
+def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
+    """The newest (or best) checkpoint that can be read, on the CPU; None where there is none."""
+    paths = sorted(folder.glob("checkpoint_*.pth" if kind == "latest" else "best.pth"), reverse=True)
+    for path in paths:
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            log(f"loaded {path}")
+            return checkpoint
+        except Exception as error:
+            log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
+    if paths:  # a fresh start would in time delete them
+        raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
+    return None
+
+
+# ======================================================================================================================
+# Evaluate
+# ======================================================================================================================
+
+
+@torch.inference_mode()
+def evaluate(args: Args, folder: Path) -> list[float]:
+    """Plays `eval_episodes` episodes with a checkpoint; prints and returns their raw returns."""
+    if args.save_video:
+        import imageio.v2 as imageio
+    device, count = torch.device(args.device), min(args.eval_episodes, 16)
+    args = replace(args, num_envs_per_worker=count, worker_num_splits=1)
+    envs = make_envs(args, count)
+    spaces = spaces_of(envs)
+    checkpoint = load_checkpoint(folder / "checkpoints", args.load_checkpoint_kind, print)
+    if checkpoint is None:
+        raise UserError(f"no {args.load_checkpoint_kind} checkpoint in {folder / 'checkpoints'}")
+    agent = Agent(spaces, args).to(device)
+    agent.load_state_dict(checkpoint["agent"])
+    torch.manual_seed(args.seed)
+    per_env = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
+    returns, frames, mailbox = [[] for _ in range(count)], [], Mailbox(spaces, count, 1)
+    numpy, state = mailbox.numpy(), torch.zeros(count, agent.state_size, device=device)
+    with tqdm(total=count * per_env, desc="episodes", disable=None) as bar:
+        for _ in play(args, 0, [envs], numpy, args.seed):
+            for i in np.flatnonzero(numpy.episode[:, 2]):
+                if len(returns[i]) < per_env:
+                    returns[i].append(float(numpy.episode[i, 0]))
+                    bar.update()
+            if all(len(finished) == per_env for finished in returns):
+                break
+            if args.save_video and len(returns[0]) < per_env and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
+                frames.append(np.array(envs.render()[0]))
+            tensors = [part.to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
+            logits, _, state = agent(*tensors, state, [0])
+            numpy.action[:] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
+    envs.close()
+    flat = [value for finished in returns for value in finished][: args.eval_episodes]
+    how = "likeliest" if args.eval_deterministic else "sampled"
+    print(f"{len(flat)} episodes, {how} actions, step {checkpoint['global_step']:,}: return {np.mean(flat):.2f} +- "
+          f"{np.std(flat):.2f} (standard deviation), from {min(flat):.2f} to {max(flat):.2f}")  # fmt: skip
+    if args.save_video:
+        fps = TICKS_PER_SECOND / args.frameskip
+        with imageio.get_writer(folder / "video.mp4", fps=fps, macro_block_size=8) as video:
+            for frame in frames:
+                video.append_data(frame.repeat(4, 0).repeat(4, 1))
+        print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
+    return flat
+
+
+# ======================================================================================================================
+# Main
+# ======================================================================================================================
+
+
+SESSION = ("train_for_seconds", "restart_behavior", "evaluate", "eval_episodes", "eval_deterministic",
+           "load_checkpoint_kind", "save_video")  # flags of one session, not of the experiment  # fmt: skip
+# what a checkpoint fits only the same of
+FIXED = ("env_id", "full_action_space", "machado", "encoder", "rnn_type", "hidden_size", "normalize_input")
+
+
+def parse_args() -> tuple[Args, Path]:
+    """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
+    args = tyro.cli(Args)
+    if args.experiment is None and args.evaluate:
+        raise UserError("--evaluate needs the name of an --experiment")
+    experiment = args.experiment or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    folder = Path(args.train_dir) / experiment
+    if args.evaluate and not (folder / "cfg.json").exists():
+        raise UserError(f"there is no experiment in {folder}")
+    if (folder / "cfg.json").exists() and (args.evaluate or args.restart_behavior == "resume"):
+        saved = json.loads((folder / "cfg.json").read_text())["args"]
+        names = [field.name for field in fields(Args) if field.name not in SESSION]
+        old = Args(**{name: saved[name] for name in names if name in saved})
+        args = tyro.cli(Args, default=old)
+        changed = [name for name in names if getattr(args, name) != getattr(old, name)]
+        overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in changed}
+        if wrong := [overrides[name] for name in FIXED if name in overrides]:
+            raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
+        for text in overrides.values():
+            print(f"override: {text}")
+    args.experiment = experiment
+    return args, folder
+
+
+def put_aside(folder: Path, how: str) -> None:
+    """--restart-behavior restart (kept under another name) or overwrite (deleted)."""
+    if how == "overwrite":
+        return shutil.rmtree(folder)
+    aside = next(path for i in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}_old{i:04d}")).exists())
+    folder.rename(aside)
+    print(f"put {folder} aside as {aside}")
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
+        if mallopt:
+            mallopt(option, value)
+
+
+def check_shared_memory(needed: int) -> None:
+    free = shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
+                        "games or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
+
+
+def open_log(folder: Path):
+    """The run's log.txt, which one run at a time may hold. Raises UserError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "log.txt", "a", buffering=1)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"another run is using {folder}") from None
+    return file
+
+
+class Reporter:
+    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report."""
+
+    def __init__(self, args: Args, learner: Learner, inference: Inference, mailbox: SimpleNamespace, writer, log):
+        self.args, self.learner, self.inference, self.mailbox = args, learner, inference, mailbox
+        self.writer, self.log = writer, log
+        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
+                        unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
+        self.metrics, self.last, self.returns = {}, self.counters(), []
+
+    def counters(self) -> dict[str, float]:
+        i, learner = self.inference, self.learner
+        return dict(time=time.monotonic(), step=learner.global_step, waited=learner.waited, learned=learner.learned,
+                    sampled=i.steps, served=i.served, batches=i.batches, idle=i.idle, held=i.held,
+                    stepped=float(self.mailbox.stepped.mean()))  # fmt: skip
+
+    def update(self, metrics: dict[str, float]) -> bool:
+        """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
+        self.metrics |= metrics
+        now = self.counters()
+        self.bar.n = now["step"]
+        self.bar.update(0)
+        if due := now["time"] - self.last["time"] >= 5:
+            self.report(now["step"], {name: now[name] - self.last[name] for name in now})
+            self.last = now
+        return due
+
+    def report(self, step: int, change: dict[str, float]) -> None:
+        seconds = change["time"]
+        fps = change["step"] * self.args.frameskip / seconds
+        scalars = self.metrics | {
+            "charts/SPS": change["step"] / seconds,
+            "charts/FPS": fps,
+            "charts/FPS_sampled": change["sampled"] * self.args.frameskip / seconds,
+            "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
+            "stats/learner_busy": change["learned"] / seconds,
+            "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
+            "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots;
+            "stats/actor_step": change["stepped"] / seconds,  # actors step their games
+            "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
+            "stats/skipped_batches": self.learner.skipped,
+        }
+        episodes = list(self.inference.episodes)
+        self.returns = [episode[0] for episode in episodes]
+        if episodes:
+            tags = ("charts/episodic_return", "charts/episodic_return_trained", "charts/episodic_length")
+            scalars |= zip(tags, np.mean(episodes, axis=0))
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
+        if change["held"] >= change["waited"]:
+            bottleneck = "learner"
+        else:
+            bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
+        score = f"return {np.mean(self.returns):.2f}, " if episodes else ""
+        text = f"{fps:,.0f} frames/s, {score}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
+        self.bar.set_postfix_str(text)
+        self.log(f"step {step:,}: {text}", self.bar.disable)
+
+    def is_best(self, best_return: float) -> bool:
+        """After a report: the mean return of 100 episodes is higher than `best_return`."""
+        return len(self.returns) == 100 and np.mean(self.returns) > best_return
+
+
+def wait_for_games(args: Args, mailbox: SimpleNamespace, full: queue.SimpleQueue, stop_signals: list[int]) -> None:
+    """Returns when every game has been started or the user stops the run; raises what ends an actor for good."""
+    S, rows = args.worker_num_splits, args.num_workers * args.num_envs_per_worker
+    with tqdm(total=rows, desc="starting games", disable=None) as bar:
+        while bar.n < rows and not stop_signals:
+            if not full.empty() and (error := full.get()):
+                raise error
+            time.sleep(0.1)
+            bar.n = int(np.minimum(mailbox.progress, S).sum()) * args.num_envs_per_worker // S
+            bar.refresh()
+
+
+def from_actors(full: queue.SimpleQueue, count: int, learner: Learner, stop_signals: list[int]):
+    """Generator of the slots of one iteration, oldest first; ends when the user stops the run."""
+    slots, start = [], time.perf_counter()
+    while not stop_signals:
+        while len(slots) < count:
+            item = full.get()
+            if isinstance(item, BaseException):
+                raise item
+            if stop_signals:  # whose handler put a None to wake us
+                return
+            more, event = item
+            wait_event(event)  # inference's writes to these slots
+            slots.extend(more)
+        learner.waited += time.perf_counter() - start
+        yield np.array(slots[:count])
+        slots, start = slots[count:], time.perf_counter()
+
+
+def in_process(args: Args, mailbox: SimpleNamespace, inference: Inference, learner: Learner, stop_signals: list[int]):
+    """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, one after the other."""
+    slots, start = [], time.perf_counter()
+    for _ in play(args, 0, [make_envs(args, args.num_envs_per_worker)], mailbox, args.seed):
+        inference.idle = float(mailbox.stepped[0])  # without a thread of its own it waits while the games are stepped
+        if stop_signals:
+            return
+        while not inference.serve([0]):  # its slots are full and its share of this iteration is collected
+            while not inference.full.empty():
+                if item := inference.full.get():  # the handler of a signal puts None
+                    slots.extend(item[0])
+            if stop_signals:
+                return
+            learner.waited += time.perf_counter() - start
+            yield np.array(slots)
+            slots, start = [], time.perf_counter()
+
+
+def train(typed: Args, folder: Path) -> int:
+    """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
+
+    args = resolve(typed)
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        torch.cuda.set_device(device.index or 0)
+        torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
+    torch.manual_seed(args.seed)
+    probe = make_envs(args, 1)  # for its spaces; starts no game
+    spaces = spaces_of(probe)
+    probe.close()
+    T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
+    rows = max(1, W) * args.num_envs_per_worker
+    check_shared_memory(rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY))
+
+    begun, log_file, checkpoints = folder.exists(), open_log(folder), folder / "checkpoints"
+    if begun and args.restart_behavior != "resume":
+        put_aside(folder, args.restart_behavior)
+        log_file = open_log(folder)
+    checkpoints.mkdir(exist_ok=True)
+
+    def log(text: str, show: bool = True) -> None:
+        log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        if show:
+            tqdm.write(text)
+
+    agent = Agent(spaces, args).to(device)
+    # Room for what is filled and what waits; when every group waits for slots, a batch must be full (a group takes its
+    # slots at once).
+    slots = max(rows + args.max_batches_ahead * B, B + args.num_envs_per_worker // args.worker_num_splits)
+    rollouts = Rollouts(spaces, T, slots, agent.state_size, device)
+    acting = ActingPolicy(agent, 0, device)
+    full, free, actors = queue.SimpleQueue(), queue.SimpleQueue(), None
+
+    def release(slots: np.ndarray, event: torch.cuda.Event | None) -> None:
+        free.put((slots, event))
+        if actors:
+            actors.wake()
+
+    learner = Learner(args, agent, rollouts, acting, device, release)
+    if checkpoint := load_checkpoint(checkpoints, "latest", log):
+        learner.load(checkpoint)
+        if learner.global_step >= args.total_timesteps:
+            raise UserError(f"{folder} has its {learner.global_step:,} steps already; raise --total-timesteps to go on")
+    mailbox = Mailbox(spaces, rows, max(1, W))
+    free.put((np.arange(slots), None))
+    inference = Inference(args, mailbox, rollouts, acting, device, full, free)
+
+    software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
+    # A resumed run starts from what was typed and resolves again: it may be on another machine.
+    cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
+    (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
+    os.replace(folder / "cfg.tmp", folder / "cfg.json")
+    lag = 0.0 if args.sync else rows / (2 * B) + args.max_batches_ahead
+    for line in (
+        f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
+        f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
+        f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
+        f"({B} rollouts of {T} steps) per update; expected lag about {lag:.1f} versions",
+        f"{mebibytes(mailbox):.1f} MiB of shared memory beside the games' own, "
+        f"{mebibytes(rollouts):.0f} MiB of rollouts in {slots} slots",
+        f"up to {args.total_timesteps:,} steps = {args.total_timesteps * args.frameskip:,} frames; files in {folder}",
+    ):
+        log(line)
+
+    stop_signals = []
+
+    def on_signal(number, frame):
+        if stop_signals:
+            raise KeyboardInterrupt  # the second time: at once, without a checkpoint
+        stop_signals.append(number)
+        full.put(None)  # wakes the learner; SimpleQueue.put may be called from a handler
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
+    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    writer, thread = SummaryWriter(str(folder), flush_secs=10), None
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    try:
+        if W:
+            actors = Actors(args, mailbox, log, on_failure=full.put)
+            actors.start_all()
+            wait_for_games(args, mailbox.numpy(), full, stop_signals)
+            thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
+            thread.start()
+            source = from_actors(full, B, learner, stop_signals)
+        else:
+            source = in_process(args, mailbox.numpy(), inference, learner, stop_signals)
+        reporter = Reporter(args, learner, inference, mailbox.numpy(), writer, log)
+        with own_stream(device, args.learner_threads), reporter.bar:
+            learn(args, checkpoints, learner, inference, actors, source, reporter)
+    finally:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)  # what interrupted the clean-up would leave games behind
+        if thread:
+            inference.stopping = True
+            actors.wake()
+            thread.join(10)
+        if actors:
+            actors.stop(patience=0.0 if len(stop_signals) > 1 else 5.0)
+        writer.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    log(f"{'stopped' if stop_signals else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
+        f"{actors.restarts if actors else 0} actors restarted")  # fmt: skip
+    return 130 if stop_signals else 0
+
+
+def learn(args: Args, checkpoints: Path, learner: Learner, inference: Inference, actors: Actors | None, source,
+          reporter: Reporter) -> None:  # fmt: skip
+    """The learner's loop. However it ends but by a second Ctrl-C, it leaves a checkpoint of the last good weights."""
+    started = saved = best_saved = time.monotonic()
+    try:
+        for slots in source:
+            metrics = learner.iterate(slots)
+            if args.sync:
+                inference.allow_next_iteration()
+                if actors:
+                    actors.wake()
+            now = time.monotonic()
+            if reporter.update(metrics) and now - best_saved >= 30 and reporter.is_best(learner.best_return):
+                learner.best_return = float(np.mean(reporter.returns))
+                save_checkpoint(checkpoints / "best.pth", learner)
+                best_saved = now
+            if now - saved >= args.save_every_sec:
+                save_latest(checkpoints, learner, args.keep_checkpoints)
+                saved = now
+            timed_out = args.train_for_seconds is not None and now - started >= args.train_for_seconds
+            if learner.global_step >= args.total_timesteps or timed_out:
+                break
+    finally:
+        if not isinstance(sys.exception(), KeyboardInterrupt):
+            save_latest(checkpoints, learner, args.keep_checkpoints)
+
+
+def main() -> int:
+    try:
+        args, folder = parse_args()
+        if args.evaluate:
+            evaluate(resolve(args), folder)
+            return 0
+        return train(args, folder)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped at once, without a checkpoint", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The variants are edits of appo_doom.py: what they share stands in each of them word for word."""
+
+import ast
+
+import pytest
+
+from edited import ROOT
+
+# What each variant changes on purpose. A name that does not differ any more must be taken out of here.
+DIFFERS = {
+    "appo_atari.py": {
+        "ENGINE, TICKS_PER_SECOND", "GAME_SHARED_MEMORY", "BATCH_SHARE, SMALLEST_BATCH", "FIXED", "HIGHEST",
+        "make_envs", "init_layer", "Agent", "Agent.__init__", "Agent.encode", "end_group",
+        "Args.env_id", "Args.frameskip", "Args.exp_name", "Args.total_timesteps", "Args.learning_rate", "Args.ppo_clip_value",
+        "Args.exploration_loss", "Args.ent_coef", "Args.max_grad_norm", "Args.reward_scale", "Args.reward_clip", "Args.normalize_input", "Args.batch_size",
+        "Args.rnn_type",
+    },
+}  # fmt: skip
+
+
+def pieces(path) -> dict[str, str]:
+    """Source of every constant, function, method and field of a file, by name; a field with the docstring below it."""
+    lines = path.read_text().splitlines()
+
+    def source(node) -> str:
+        decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
+        return "\n".join(lines[min([node.lineno, *decorators]) - 1 : node.end_lineno])
+
+    result = {}
+    for node in ast.parse("\n".join(lines)).body:
+        if isinstance(node, ast.Assign):
+            result[", ".join(ast.unparse(target).strip("()") for target in node.targets)] = source(node)
+        elif isinstance(node, ast.FunctionDef):
+            result[node.name] = source(node)
+        elif isinstance(node, ast.ClassDef):
+            head = [ast.unparse(part) for part in (*node.decorator_list, *node.bases)]
+            result[node.name] = f"{head} {ast.get_docstring(node)}"
+            for child, after in zip(node.body, [*node.body[1:], None]):
+                if isinstance(child, ast.FunctionDef):
+                    result[f"{node.name}.{child.name}"] = source(child)
+                elif isinstance(child, ast.Assign):
+                    result[f"{node.name}: {ast.unparse(child.targets[0])}"] = source(child)
+                elif isinstance(child, ast.AnnAssign):
+                    text_after = source(after) if isinstance(after, ast.Expr) else ""
+                    result[f"{node.name}.{child.target.id}"] = f"{source(child)}\n{text_after}"
+    return result
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERS))
+def test_shared_text_is_the_same(name):
+    base, variant = pieces(ROOT / "appo_doom.py"), pieces(ROOT / name)
+    shared = base.keys() & variant.keys()
+    assert len(shared) > 100
+    differing = {piece for piece in shared if base[piece] != variant[piece]}
+    assert differing - DIFFERS[name] == set(), "these differ from appo_doom.py; carry the change over, or list them here"
+    assert DIFFERS[name] - differing == set(), "these do not differ any more, or are not in both files"
