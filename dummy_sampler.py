@@ -1,0 +1,311 @@
+"""The ceiling: the environments of a variant stepped with random actions, pinned as in training, without any learner.
+
+    python dummy_sampler.py --family doom --env-id benchmark --num-workers 20
+    python dummy_sampler.py --family atari --env-id Breakout-v5 --sweep     # the best number of environments per worker
+    python dummy_sampler.py --family doom --null                            # what the pipeline itself can carry
+
+The first two step what `make_envs` of the variant returns, as an actor does, and count the frames of valid steps; no
+mailbox, no inference. `--null` is the opposite: environments that cost nothing, through the variant's own actors,
+mailbox, pipes and inference thread, with a policy that draws at random; it counts rows and groups, for 2 to 64 workers.
+"""
+
+import functools
+import importlib
+import json
+import multiprocessing.connection
+import os
+import platform
+import queue
+import re
+import signal
+import statistics
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+import torch.nn as nn
+import tyro
+from tqdm import tqdm
+
+SWEEP = (1, 2, 4, 8, 16, 32, 64)  # environments per worker
+NULL_WORKERS = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass
+class Options:
+    family: Literal["doom", "atari"] = "doom"
+    """which variant's environments"""
+    env_id: str | None = None
+    """environment; default: benchmark for doom, Breakout-v5 for atari"""
+    num_workers: int | None = None
+    """processes. Default: the cores this process may use"""
+    num_envs_per_worker: int = 16
+    """environments per process"""
+    set_workers_cpu_affinity: bool = True
+    """pin each process and its engines to one core"""
+    window: float = 5.0
+    """seconds over which a rate is taken"""
+    windows: int = 5
+    """number of windows; the median and the spread are reported"""
+    warm_up: float = 3.0
+    """seconds before the first window"""
+    sweep: bool = False
+    """measure 1 to 64 environments per worker and report the best"""
+    null: bool = False
+    """environments that cost nothing through mailbox, pipes and inference thread, 2 to 64 workers"""
+    out: Path | None = None
+    """JSON file for the result"""
+
+
+def variant(options: Options):
+    """The module of the family and its resolved Args; ends the program when the options are wrong."""
+    for name in ("num_workers", "num_envs_per_worker", "windows"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            sys.exit(f"error: --{name.replace('_', '-')} {value}: there must be at least one")
+    if options.null and options.sweep:
+        sys.exit("error: --null measures 2 to 64 workers and has no --sweep")
+    if options.out and not options.out.parent.is_dir():
+        sys.exit(f"error: there is no folder {options.out.parent}")
+    appo = importlib.import_module(f"appo_{options.family}")
+    env_id = options.env_id or {"doom": "benchmark", "atari": "Breakout-v5"}[options.family]
+    args = appo.Args(env_id=env_id, device="cpu", num_workers=options.num_workers,
+                     num_envs_per_worker=options.num_envs_per_worker,
+                     set_workers_cpu_affinity=options.set_workers_cpu_affinity)  # fmt: skip
+    try:
+        args = appo.resolve(args)
+        appo.make_envs(args, 1).close()  # is there such an environment? starts no game
+    except appo.UserError as error:
+        sys.exit(f"error: {error}")
+    return appo, args
+
+
+def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor, reset: torch.Tensor, barrier) -> None:
+    """Body of a process: steps its environments for ever. steps, reset: shared, [workers], valid steps and seconds."""
+    appo = importlib.import_module(f"appo_{family}")
+    os.setsid()  # a process group of its own, so that it can be ended together with its engines
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=appo.end_with_parent, daemon=True).start()
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    envs, steps, reset = appo.make_envs(args, args.num_envs_per_worker), steps.numpy(), reset.numpy()
+    start = time.perf_counter()
+    envs.reset(seed=1000 * worker)
+    reset[worker] = time.perf_counter() - start
+    envs.action_space.seed(worker)
+    actions = [envs.action_space.sample() for _ in range(256)]  # drawn once: drawing is no part of the simulator
+    barrier.wait()
+    ended = np.zeros(args.num_envs_per_worker, bool)
+    while True:
+        for action in actions:
+            valid = args.num_envs_per_worker - np.count_nonzero(ended)  # the others only reset
+            _, _, terminated, truncated, _ = envs.step(action)
+            ended = terminated | truncated
+            steps[worker] += valid
+
+
+def rates(counter, windows: int, seconds: float, text: str, check) -> list[float]:
+    """Counts per second, one for each window. check: called after each, raises what has gone wrong."""
+    result = []
+    with tqdm(total=windows, desc=text, unit=" windows", disable=None) as bar:
+        before, start = counter(), time.perf_counter()
+        for _ in range(windows):
+            time.sleep(seconds)
+            now, end = counter(), time.perf_counter()
+            check()
+            result.append((now - before) / (end - start))
+            before, start = now, end
+            bar.set_postfix_str(f"{result[-1]:,.0f} per second")
+            bar.update()
+    return result
+
+
+def ceiling(options: Options, appo, args) -> dict:
+    """Steps all environments at random; returns frames/s and reset time."""
+    context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
+    context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", appo.ENGINE])
+    steps = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
+    reset = torch.zeros(args.num_workers, dtype=torch.float64).share_memory_()
+    barrier, start = context.Barrier(args.num_workers + 1), time.perf_counter()
+    processes = []
+
+    def check() -> None:
+        if multiprocessing.connection.wait([process.sentinel for process in processes], timeout=0):
+            raise SystemExit("error: a worker has ended; its traceback is above")
+
+    try:
+        for worker in range(args.num_workers):
+            core = cores[worker % len(cores)] if args.set_workers_cpu_affinity else None
+            arguments = (options.family, args, worker, core, steps, reset, barrier)
+            processes.append(context.Process(target=sample, args=arguments, daemon=True))
+            processes[-1].start()
+        with tqdm(total=args.num_workers, desc="starting", unit=" workers", disable=None) as bar:
+            while barrier.n_waiting < args.num_workers:
+                check()
+                time.sleep(0.1)
+                bar.n = barrier.n_waiting
+                bar.refresh()
+        barrier.wait()
+        started = time.perf_counter() - start
+        time.sleep(options.warm_up)
+        text = f"{args.num_workers} x {args.num_envs_per_worker}"
+        found = rates(lambda: int(steps.sum()) * args.frameskip, options.windows, options.window, text, check)
+    finally:
+        for process in processes:
+            appo.end_group(process.pid)
+            process.kill()
+            process.join()
+    return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker,
+                frames_per_second=round(statistics.median(found)), windows=[round(rate) for rate in found],
+                reset_seconds=round(float(reset.max()), 2), start_seconds=round(started, 2))  # fmt: skip
+
+
+class NullEnvs(gym.vector.VectorEnv):
+    """Environments that cost nothing: always the same observation, never an end."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+
+    def __init__(self, num_envs: int, image: tuple[int, ...]):
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Box(0, 255, image, np.uint8)
+        self.single_action_space = gym.spaces.Discrete(4)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self.observation = np.zeros((num_envs, *image), np.uint8)
+        self.reward, self.never = np.zeros(num_envs), np.zeros(num_envs, bool)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation, {}
+
+    def step(self, actions):
+        return self.observation, self.reward, self.never, self.never, {}
+
+
+def null_envs(image: tuple[int, ...], args, num_envs: int) -> NullEnvs:
+    return NullEnvs(num_envs, image)
+
+
+def null_actor(family: str, image: tuple[int, ...], *arguments) -> None:
+    """The variant's own actor, with environments that cost nothing."""
+    appo = importlib.import_module(f"appo_{family}")
+    appo.make_envs = functools.partial(null_envs, image)
+    appo.actor(*arguments)
+
+
+class RandomAgent(nn.Module):
+    """No network: all actions are equally likely, every value is 0."""
+
+    state_size = 0
+
+    def __init__(self, heads: tuple[int, ...]):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, obs, vector, first, state, restarts):
+        return torch.zeros(*first.shape, sum(self.heads)), torch.zeros(first.shape), state
+
+
+def pipeline(options: Options, appo, args, null: bool) -> dict:
+    """Actors, mailbox, pipes, inference thread and rollouts with random actions, without a learner: rows and frames per
+    second, and the microseconds of a group. null: with environments that cost nothing."""
+    envs, device = appo.make_envs(args, 1), torch.device("cpu")
+    spaces = appo.spaces_of(envs)
+    envs.close()
+    rows, actor = args.num_workers * args.num_envs_per_worker, appo.actor
+    if null:
+        spaces = appo.Spaces(spaces.image, 0, (4,))
+        appo.actor = functools.partial(null_actor, options.family, spaces.image)  # what Actors starts
+    torch.set_num_threads(1)
+    mailbox = appo.Mailbox(spaces, rows, args.num_workers)
+    rollouts = appo.Rollouts(spaces, args.rollout, 3 * rows, 0, device)
+    full, free, errors = queue.SimpleQueue(), queue.SimpleQueue(), []
+    free.put((np.arange(3 * rows), None))
+    acting = appo.ActingPolicy(RandomAgent(spaces.heads), 0, device)
+    inference = appo.Inference(args, mailbox, rollouts, acting, device, full, free)
+    actors = appo.Actors(args, mailbox, lambda text, show=True: tqdm.write(text), full.put)
+
+    def learner() -> None:  # nothing to learn: a full slot is free again
+        while (item := full.get()) is not None:
+            if isinstance(item, BaseException):
+                errors.append(item)
+                return
+            free.put(item)
+            actors.wake()
+
+    def check() -> None:
+        if errors:
+            raise errors[0]
+
+    threads = [threading.Thread(target=inference.run, args=(actors,)), threading.Thread(target=learner)]
+    try:
+        actors.start_all()
+        for thread in threads:
+            thread.start()
+        while (mailbox.numpy().progress < 3).any():
+            check()
+            time.sleep(0.1)
+        time.sleep(options.warm_up)
+        before = [inference.served, inference.steps, inference.batches]
+        text = f"{args.num_workers} workers"
+        found = rates(lambda: inference.served, options.windows, options.window, text, check)
+        served, steps, batches = np.subtract([inference.served, inference.steps, inference.batches], before)
+    finally:
+        inference.stopping = True
+        actors.wake()
+        full.put(None)
+        for thread in threads:
+            thread.join()
+        actors.stop()
+        appo.actor = actor
+    middle = statistics.median(found)
+    return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker, rows_per_second=round(middle),
+                frames_per_second=round(middle * steps / served * args.frameskip),
+                windows=[round(rate) for rate in found],
+                microseconds_per_group=round(1e6 * inference.size / middle, 1),
+                rows_per_batch=round(served / batches, 1))  # fmt: skip
+
+
+def machine() -> dict[str, str | int]:
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    packages = {name: importlib.import_module(name).__version__ for name in ("torch", "numpy", "gymnasium")}
+    return dict(cpu=cpu[1] if cpu else platform.processor(), cores=len(os.sched_getaffinity(0)),
+                python=platform.python_version(), date=time.strftime("%Y-%m-%d"), **packages)  # fmt: skip
+
+
+def main() -> None:
+    options = tyro.cli(Options)
+    appo, args = variant(options)
+    results = []
+    if options.null:
+        for workers in NULL_WORKERS if options.num_workers is None else (options.num_workers,):
+            args.num_workers = workers
+            results.append(pipeline(options, appo, args, null=True))
+            found = results[-1]
+            print(f"{found['workers']} workers x {found['envs_per_worker']} rows: {found['rows_per_second']:,} rows/s, "
+                  f"{found['microseconds_per_group']} us a group, {found['rows_per_batch']} rows a batch", flush=True)  # fmt: skip
+    else:
+        for envs in SWEEP if options.sweep else (options.num_envs_per_worker,):
+            args.num_envs_per_worker = envs
+            results.append(ceiling(options, appo, args))
+            found = results[-1]
+            print(f"{found['workers']} workers x {found['envs_per_worker']} {args.env_id}: "
+                  f"{found['frames_per_second']:,} frames/s ({min(found['windows']):,} to {max(found['windows']):,} in "
+                  f"{options.windows} windows), reset in {found['reset_seconds']} s", flush=True)  # fmt: skip
+        best = max(results, key=lambda result: result["frames_per_second"])
+        if options.sweep:
+            print(f"best: {best['envs_per_worker']} environments per worker, {best['frames_per_second']:,} frames/s")
+    if options.out:
+        engine = {appo.ENGINE: sys.modules[appo.ENGINE].__version__}
+        content = dict(machine=machine() | engine, command=" ".join(sys.argv), env_id=args.env_id, results=results)
+        options.out.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""dummy_sampler.py as a user runs it, shortly: it steps, counts, ends its games, and says what it did."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import marked, shared_memory
+from edited import ROOT
+
+SHORT = ("--num-workers", "2", "--num-envs-per-worker", "2", "--warm-up", "0.5", "--window", "1", "--windows", "2")
+
+
+def sampler(*flags: str) -> subprocess.CompletedProcess:
+    """Runs it to its end, and sees that nothing is left behind."""
+    mark, memory = f"APPO_TEST_{time.monotonic_ns()}", shared_memory()
+    command = [sys.executable, ROOT / "dummy_sampler.py", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {mark: "1"})
+    time.sleep(0.5)  # the fork server ends by itself
+    assert (marked(mark), shared_memory() - memory) == (set(), set())
+    return result
+
+
+@pytest.mark.parametrize("family, unit", [("doom", 500), ("atari", 200)])
+def test_the_ceiling_of(family, unit, tmp_path):
+    result = sampler("--family", family, *SHORT, "--out", str(tmp_path / "out.json"))
+    assert result.returncode == 0, result.stderr
+    content = json.loads((tmp_path / "out.json").read_text())
+    (found,) = content["results"]
+    assert found["workers"] == 2 and found["envs_per_worker"] == 2 and len(found["windows"]) == 2
+    assert found["frames_per_second"] > unit and 0 < found["reset_seconds"] < found["start_seconds"]
+    assert f"{found['frames_per_second']:,} frames/s" in result.stdout
+
+
+def test_the_pipeline_alone(tmp_path):
+    result = sampler("--family", "atari", "--null", *SHORT, "--out", str(tmp_path / "out.json"))
+    assert result.returncode == 0, result.stderr
+    (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert found["rows_per_second"] > 1000 and 2 <= found["rows_per_batch"] <= 4
+    assert found["microseconds_per_group"] == pytest.approx(2e6 / found["rows_per_second"], rel=0.05)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("--env-id Pog-v5", "error: unknown --env-id Pog-v5; did you mean Pong-v5"),
+    ("--num-workers 0", "error: --num-workers 0: there must be at least one"),
+    ("--windows 0", "error: --windows 0: there must be at least one"),
+    ("--null --sweep", "error: --null measures 2 to 64 workers and has no --sweep"),
+    ("--out nowhere/out.json", "error: there is no folder nowhere"),
+])  # fmt: skip
+def test_bad_input_gets_one_line(flags, expected):
+    result = sampler("--family", "atari", *SHORT, *flags.split())
+    assert result.returncode == 1 and result.stderr.startswith(expected) and result.stderr.count("\n") == 1
