@@ -1,7 +1,10 @@
-"""Reads finished runs, ours (a folder with TensorBoard events) and Sample Factory's (a folder with its out.txt), into benchmark/results/.
+"""Reads finished runs, ours and the peers' (TensorBoard events, or Sample Factory's out.txt), into benchmark/results/.
 
     python benchmark/collect.py curves OUT.csv FOLDER...   # return over steps and seconds
-    python benchmark/collect.py rates OUT.json FOLDER...   # frames/s after 20 s of warm-up, median by system, ratio
+    python benchmark/collect.py rates OUT.json FOLDER...   # frames/s after 20 s of warm-up, medians by system, ratios
+    python benchmark/collect.py throughput OUT.json FOLDER...   # the same beside the ceiling in FOLDER.json
+
+A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates, SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
 
 Seconds count from a run's first line of log to each report, so they include the start of the games. Returns are raw: those that
 Sample Factory logs are divided by its reward scale.
@@ -21,13 +24,27 @@ from pathlib import Path
 SF_SCALE = {"doom_basic": 0.01}  # of the return that Sample Factory logs
 
 
-def read_ours(folder: Path) -> list[tuple[float, int, float | None]]:
+def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tuple[float, int, float | None]]:
+    """steps, returns: tags. Seconds count from the first line of log.txt where there is one, else from the first event; of a resumed
+    run the time between its sessions is left out."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    returns = {event.step: event.value for event in events.Scalars("charts/episodic_return")}
-    start = datetime.datetime.strptime((folder / "log.txt").read_text()[:19], "%Y-%m-%d %H:%M:%S").timestamp()
-    return [(event.wall_time - start, event.step, returns.get(event.step)) for event in events.Scalars("charts/SPS")]
+    points = []
+    for file in sorted(folder.rglob("events.out.tfevents*")):
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        if steps in events.Tags()["scalars"]:
+            values = {event.step: event.value for event in events.Scalars(returns)} if returns else {}
+            points += [(event.wall_time, event.step, values.get(event.step)) for event in events.Scalars(steps)]
+    log = folder / "log.txt"
+    first = log.read_text()[:19] if log.exists() else None
+    start = datetime.datetime.strptime(first, "%Y-%m-%d %H:%M:%S").timestamp() if first else points[0][0]
+    between, last, result = 0.0, start, []
+    for time, step, value in points:
+        if time - last > 60 and result:  # reports come every few seconds
+            between += time - last
+        result.append((time - start - between, step, value))
+        last = time
+    return result
 
 
 def read_sample_factory(folder: Path) -> list[tuple[float, int, float | None]]:
@@ -45,13 +62,20 @@ def read_sample_factory(folder: Path) -> list[tuple[float, int, float | None]]:
 
 
 def read(folder: Path):
-    return read_sample_factory(folder) if (folder / "out.txt").exists() else read_ours(folder)
+    """Points (seconds, step, mean return or None) of a run."""
+    if (folder / "out.txt").exists():
+        return read_sample_factory(folder)
+    if (folder / "cfg.json").exists():
+        return read_events(folder, "charts/SPS", "charts/episodic_return")
+    if (folder / "runs").exists():  # CleanRL
+        return read_events(folder, "charts/SPS")
+    return read_events(folder, "time/fps")  # Stable-Baselines3
 
 
 def machine() -> dict[str, str]:
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+        ["git", "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
     import torch
 
@@ -72,6 +96,8 @@ def main() -> None:
                     if value is not None:
                         writer.writerow([folder.name, round(seconds, 1), step, round(value, 2)])
         return
+    if kind == "throughput":
+        folders = [folder for folder in folders if folder.is_dir()]
     rates = {}
     for folder in folders:
         points = [point for point in read(folder) if point[0] >= 20]
@@ -79,15 +105,29 @@ def main() -> None:
         rates[folder.name] = dict(
             frames_per_second=round(4 * (last - first) / (end - begin)), window_seconds=round(end - begin)
         )
+    if kind == "throughput":
+        table = {}
+        for folder in folders:
+            ceiling = json.loads(folder.with_suffix(".json").read_text())["results"][0]
+            family, games, _ = folder.name.split("_")
+            row = dict(family=family, workers=ceiling["workers"], envs_per_worker=int(games), training=[], ceiling=[])
+            row = table.setdefault((family, int(games)), row)
+            row["training"].append(rates[folder.name]["frames_per_second"])
+            row["ceiling"].append(ceiling["frames_per_second"])
+        rows = [table[key] for key in sorted(table)]
+        text = ",\n  ".join(json.dumps(row) for row in rows)
+        out.write_text(f'{{"machine": {json.dumps(machine())},\n "frames_per_second": [\n  {text}\n]}}\n')
+        print(text)
+        return
     systems = {}
     for name, rate in rates.items():
         systems.setdefault(name.rsplit("_", 1)[0], []).append(rate["frames_per_second"])
     medians = {name: statistics.median(values) for name, values in systems.items()}
-    ratios = {
-        f"{name} / sf": round(value / medians["sf"], 2)
-        for name, value in medians.items()
-        if name != "sf" and "sf" in medians
-    }
+    ratios = {}  # of ours to each peer of the same family
+    for name, value in medians.items():
+        ours = f"{name.split('_')[0]}_ours"
+        if name != ours and ours in medians:
+            ratios[name] = round(medians[ours] / value, 2)
     out.write_text(json.dumps(dict(machine=machine(), medians=medians, ratios=ratios, runs=rates), indent=2) + "\n")
     print(json.dumps(dict(medians=medians, ratios=ratios)))
 

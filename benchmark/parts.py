@@ -1,31 +1,31 @@
 """What this machine can do at most: the parts of the pipeline measured alone, and the pipeline with random actions.
 
-    python benchmark/parts.py --out benchmark/results/parts.json            # 2 workers x 16 games of `benchmark`
-    python benchmark/parts.py --sweep --out benchmark/results/sweep.json    # 4 to 64 games per worker
+    python benchmark/parts.py --family doom --out benchmark/results/parts_doom.json     # 2 workers x 16 games
+    python benchmark/parts.py --family doom --sweep --out sweep.json                    # 4 to 64 games per worker
 
-`bare` is one pinned process per worker that calls make_action on its games in turn, reads the screen and resizes it: nothing else.
-`random` is the same games through actors, mailbox, pipes and inference thread, with a policy that draws at random. Both are
-measured in alternation, over windows after all games have started.
+`bare` is one pinned process per worker that does nothing but step its games and prepare their images: `make_action`, the screen and
+the resize for Doom, `pool.step` and the four copies for Atari. `dummy` is dummy_sampler.py over the same environments. `random` is
+actors, mailbox, pipes, inference thread and rollouts with random actions. All three in alternation, over windows after all games
+have started; shares are of the `bare` in the same round.
 """
 
+import importlib
 import json
 import os
-import queue
 import statistics
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-import torch.nn as nn
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import appo_doom as appo  # noqa: E402
+import dummy_sampler  # noqa: E402
 from collect import machine  # noqa: E402
 
 
@@ -33,8 +33,10 @@ from collect import machine  # noqa: E402
 class Options:
     out: Path
     """JSON file for the results"""
-    env_id: str = "benchmark"
-    """environment"""
+    family: Literal["doom", "atari"] = "doom"
+    """which variant"""
+    env_id: str | None = None
+    """environment; default: benchmark for doom, Breakout-v5 for atari"""
     num_workers: int = 2
     """processes, each pinned to a core"""
     num_envs_per_worker: int = 16
@@ -44,17 +46,13 @@ class Options:
     repeats: int = 3
     """windows of each kind, in alternation"""
     sweep: bool = False
-    """bare and random for 4 to 64 games per worker, instead of the parts"""
+    """bare, dummy and random for 4 to 64 games per worker, instead of the parts"""
 
 
-def bare_worker(env_id: str, games: int, core: int, counter, barrier) -> None:
-    os.setsid()  # a process group of its own, to be ended with its games
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    envs = [appo.DoomEnv(env_id, 4) for _ in range(games)]
-    rng = np.random.default_rng(core)
+def doom_loop(appo, args, counter, barrier, rng) -> None:
+    envs = [appo.DoomEnv(args.env_id, args.frameskip) for _ in range(args.num_envs_per_worker)]
     buttons = np.eye(envs[0].game.get_available_buttons_size() + 1)[:, 1:].tolist()
-    actions = rng.integers(len(buttons), size=(500, games))
+    actions = rng.integers(len(buttons), size=(500, len(envs)))
     for i, env in enumerate(envs):
         env.reset(seed=i)
     barrier.wait()
@@ -64,98 +62,62 @@ def bare_worker(env_id: str, games: int, core: int, counter, barrier) -> None:
             if env.game.is_episode_finished():
                 env.game.new_episode()
             else:
-                env.game.make_action(buttons[actions[step % 500, i]], 4)
+                env.game.make_action(buttons[actions[step % 500, i]], args.frameskip)
+                counter[0] += 1
             if not env.game.is_episode_finished():
                 env.read_state()
                 env.observation()
         step += 1
-        counter[0] += games
 
 
-def bare(options: Options, games: int) -> float:
-    """Frames/s."""
-    context, cores = mp.get_context("forkserver"), appo.cores()
-    counters = [torch.zeros(1, dtype=torch.int64).share_memory_() for _ in range(options.num_workers)]
-    barrier = context.Barrier(options.num_workers + 1)
-    workers = [
-        context.Process(
-            target=bare_worker, args=(options.env_id, games, cores[w % len(cores)], counters[w], barrier), daemon=True
-        )
-        for w in range(options.num_workers)
-    ]
-    for worker in workers:
-        worker.start()
+def atari_loop(appo, args, counter, barrier, rng) -> None:
+    n = args.num_envs_per_worker
+    envs = appo.AtariEnvs(args, n)
+    envs.reset(seed=1)
+    pool, image, actions = envs.pool, np.zeros((n, 84, 84, 4), np.uint8), rng.integers(envs.single_action_space.n, size=(500, n))
     barrier.wait()
+    step, ended = 0, np.zeros(n, bool)
+    while True:
+        counter[0] += n - np.count_nonzero(ended)
+        obs, _, terminated, truncated, _ = pool.step(actions[step % 500])
+        for i in range(4):
+            image[..., i] = obs[:, i]
+        ended = terminated | truncated
+        step += 1
+
+
+def bare_worker(family: str, args, core: int, counter, barrier) -> None:
+    os.setsid()  # a process group of its own, to be ended with its games
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    loop = {"doom": doom_loop, "atari": atari_loop}[family]
+    loop(importlib.import_module(f"appo_{family}"), args, counter.numpy(), barrier, np.random.default_rng(core))
+
+
+def bare(options: Options, appo, args) -> float:
+    """Frames/s."""
+    context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
+    counters = [torch.zeros(1, dtype=torch.int64).share_memory_() for _ in range(args.num_workers)]
+    barrier = context.Barrier(args.num_workers + 1)
+    workers = []
+    for counter, core in zip(counters, cores * args.num_workers):
+        workers.append(context.Process(target=bare_worker, args=(options.family, args, core, counter, barrier), daemon=True))
+        workers[-1].start()
+    barrier.wait(timeout=120)  # raises when a worker has died
     time.sleep(2)
     before, start = sum(int(counter) for counter in counters), time.perf_counter()
     time.sleep(options.seconds)
-    rate = 4 * (sum(int(counter) for counter in counters) - before) / (time.perf_counter() - start)
+    rate = args.frameskip * (sum(int(counter) for counter in counters) - before) / (time.perf_counter() - start)
     for worker in workers:
         appo.end_group(worker.pid)
         worker.join()
     return rate
 
 
-class RandomAgent(nn.Module):
-    state_size = 0
-
-    def __init__(self, heads):
-        super().__init__()
-        self.heads = heads
-
-    def forward(self, obs, vector, first, state, restarts):
-        return torch.zeros(*first.shape, sum(self.heads)), torch.zeros(first.shape), state
-
-
-def random_pipeline(options: Options, games: int) -> float:
-    """Frames/s."""
-    workers = options.num_workers
-    args = appo.Args(env_id=options.env_id, device="cpu", num_workers=workers, num_envs_per_worker=games)
-    args = appo.resolve(args)
-    envs = appo.make_envs(args, 1)
-    spaces = appo.spaces_of(envs)
-    envs.close()
-    rows, device = args.num_workers * games, torch.device("cpu")
-    acting = appo.ActingPolicy(RandomAgent(spaces.heads), 0, device)
-    rollouts, mailbox = (
-        appo.Rollouts(spaces, args.rollout, 3 * rows, 0, device),
-        appo.Mailbox(spaces, rows, args.num_workers),
-    )
-    full, free = queue.SimpleQueue(), queue.SimpleQueue()
-    free.put((np.arange(3 * rows), None))
-    inference = appo.Inference(args, mailbox, rollouts, acting, device, full, free)
-    actors = appo.Actors(args, mailbox, lambda text, show=True: print(text), full.put)
-    actors.start_all()
-    thread = threading.Thread(target=inference.run, args=(actors,))
-    thread.start()
-
-    def learner() -> None:
-        while (item := full.get()) is not None:
-            free.put(item)
-            actors.wake()
-
-    eater = threading.Thread(target=learner)
-    eater.start()
-    while (mailbox.numpy().progress < 8).any():
-        time.sleep(0.1)
-    time.sleep(2)
-    before, start = inference.steps, time.perf_counter()
-    time.sleep(options.seconds)
-    rate = 4 * (inference.steps - before) / (time.perf_counter() - start)
-    inference.stopping = True
-    actors.wake()
-    thread.join()
-    full.put(None)
-    eater.join()
-    actors.stop()
-    return rate
-
-
-def network(options: Options) -> dict[str, float]:
+def network(appo, args) -> dict[str, float]:
     """Milliseconds per sample on one thread: acting at several batch sizes, and learning."""
-    args = appo.resolve(appo.Args(env_id=options.env_id, device="cpu", num_workers=2, batch_size=1024))
-    envs = appo.make_envs(args, 1)
-    spaces, device = appo.spaces_of(envs), torch.device("cpu")
+    envs, device = appo.make_envs(args, 1), torch.device("cpu")
+    spaces = appo.spaces_of(envs)
     envs.close()
     appo.keep_freed_memory()
     torch.set_num_threads(1)
@@ -192,27 +154,33 @@ def network(options: Options) -> dict[str, float]:
 
 def main() -> None:
     options = tyro.cli(Options)
-    result = dict(machine=machine(), command=" ".join(sys.argv), env_id=options.env_id, workers=options.num_workers)
+    sampling = dummy_sampler.Options(family=options.family, env_id=options.env_id, num_workers=options.num_workers,
+                                     window=options.seconds, windows=1, warm_up=2.0)  # fmt: skip
+    appo, args = dummy_sampler.variant(sampling)
+    args.batch_size = 1024
+    result = dict(machine=machine(), command=" ".join(sys.argv), env_id=args.env_id, workers=args.num_workers)
     games = (4, 8, 16, 32, 64) if options.sweep else (options.num_envs_per_worker,)
     result["frames_per_second"] = {}
     for n in games:
-        rates = dict(bare=[], random=[])
+        args.num_envs_per_worker = n
+        rates = dict(bare=[], dummy=[], random=[])
         for _ in range(options.repeats):
-            rates["bare"].append(round(bare(options, n)))
-            rates["random"].append(round(random_pipeline(options, n)))
-        middle = {name: statistics.median(values) for name, values in rates.items()}
-        share = statistics.median([b / a for a, b in zip(rates["bare"], rates["random"])])
-        result["frames_per_second"][n] = middle | dict(share=round(share, 3), runs=rates)
-        print(f"{n} games per worker: {middle}, random / bare = {share:.3f}", flush=True)
+            rates["bare"].append(round(bare(options, appo, args)))
+            rates["dummy"].append(dummy_sampler.ceiling(sampling, appo, args)["frames_per_second"])
+            rates["random"].append(dummy_sampler.pipeline(sampling, appo, args, null=False)["frames_per_second"])
+        shares = {
+            kind: round(statistics.median(b / a for a, b in zip(rates["bare"], rates[kind])), 3)
+            for kind in ("dummy", "random")
+        }
+        result["frames_per_second"][n] = dict(medians={kind: statistics.median(x) for kind, x in rates.items()}, shares=shares, runs=rates)
+        print(f"{n} games per worker: {result['frames_per_second'][n]}", flush=True)
     if not options.sweep:
-        result["milliseconds_per_sample"] = {name: round(value, 3) for name, value in network(options).items()}
+        result["milliseconds_per_sample"] = {name: round(value, 3) for name, value in network(appo, args).items()}
         times = result["milliseconds_per_sample"]
-        simulate = 1000 * options.num_workers * 4 / result["frames_per_second"][games[0]]["bare"]
+        simulate = 1000 * args.num_workers * args.frameskip / result["frames_per_second"][games[0]]["medians"]["bare"]
         total = simulate + times["inference, batch 16"] + times["learning, batch 1024"]
-        result["bound_frames_per_second"] = round(len(appo.cores()) * 4 * 1000 / total)
-        print(
-            f"{times}\nsimulation {simulate:.3f} ms; bound of {len(appo.cores())} cores: {result['bound_frames_per_second']} frames/s"
-        )
+        result["bound_frames_per_second"] = round(len(appo.cores()) * args.frameskip * 1000 / total)
+        print(f"{times}\nsimulation {simulate:.3f} ms; bound of {len(appo.cores())} cores: {result['bound_frames_per_second']} frames/s")
     options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 

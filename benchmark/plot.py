@@ -1,103 +1,217 @@
-"""Draws the figures in benchmark/results/ from the raw files there: python benchmark/plot.py"""
+"""Draws the figures in benchmark/results/ from the raw files there, and writes the tables between the README's
+`<!-- table: NAME -->` and `<!-- end -->`: python benchmark/plot.py"""
 
 import csv
 import json
+import re
+import statistics
 from collections import defaultdict
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-
 RESULTS = Path(__file__).resolve().parent / "results"
+README = Path(__file__).resolve().parent.parent / "README.md"
 STYLE = {  # name, colour, line: to be told apart without colour too
-    "ours": ("appo_doom.py", "#0b5fa5", "-"),
-    "sync": ("appo_doom.py --sync", "#2b8a3e", ":"),
+    "ours": ("ours", "#0b5fa5", "-"),
+    "sync": ("ours, --sync", "#2b8a3e", ":"),
     "sf": ("Sample Factory 2.1.1", "#c2410c", "--"),
+    "cleanrl": ("CleanRL (published)", "#7048a8", "-."),
+}
+PEERS = {
+    "doom_ours": "`appo_doom.py`",
+    "doom_sf": "Sample Factory 2.1.1",
+    "atari_ours": "`appo_atari.py`",
+    "atari_sf": "Sample Factory 2.1.1 (EnvPool 0.9.0)",
+    "atari_cleanrl": "CleanRL `ppo_atari_envpool.py`",
+    "atari_cleanrl-1-epoch": "CleanRL, one epoch",
+    "atari_sb3": "Stable-Baselines3 2.9.2, PPO",
+    "atari_sb3-1-epoch": "Stable-Baselines3, one epoch",
 }
 
 
-def read_curves(*names: str) -> dict[str, list[np.ndarray]]:
-    """System -> one array [points, (seconds, step, return)] a seed."""
+def read_curves(*names: str) -> dict[str, list[list[tuple[float, float, float]]]]:
+    """System -> one list of points (seconds, step, return) a seed."""
     runs = defaultdict(list)
     for name in names:
         if (RESULTS / name).exists():
             rows = [line for line in open(RESULTS / name) if not line.startswith("#")]
             for row in csv.DictReader(rows):
-                runs[row["run"]].append([float(row[key]) for key in ("seconds", "step", "return")])
+                runs[row["run"]].append(tuple(float(row[key]) for key in ("seconds", "step", "return")))
     systems = defaultdict(list)
     for run, points in runs.items():
-        systems[run.rsplit("_", 1)[0]].append(np.array(points))
+        systems[run.rsplit("_", 1)[0]].append(points)
     return systems
 
 
-def draw(systems, axis, column: int, scale: float, label: str) -> None:
-    for system, seeds in systems.items():
-        name, colour, line = STYLE[system]
-        for i, points in enumerate(seeds):
-            axis.plot(
-                points[:, column] / scale,
-                points[:, 2],
-                line,
-                color=colour,
-                label=name if i == 0 else None,
-                linewidth=1.4,
-            )
-    axis.set_xlabel(label)
-    axis.grid(alpha=0.3)
+def reached(points, goal: float) -> tuple[float, float] | None:
+    """(minutes, steps) of the first point at the goal."""
+    return next(((seconds / 60, step) for seconds, step, value in points if value >= goal), None)
 
 
-def curves(title: str, goal: float, out: str, *names: str, without: str = "") -> None:
+def read_json(name: str):
+    return json.loads((RESULTS / name).read_text())
+
+
+# ---- tables: name -> markdown
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def numbers(values) -> str:
+    return ", ".join(f"{value:,.0f}" for value in sorted(values))
+
+
+def learning_table() -> str:
+    rows, systems = [], read_curves("learning_basic.csv")
+    for system, name in (("ours", "`python appo_doom.py --env-id basic`"), ("sf", "Sample Factory 2.1.1")):
+        minutes, steps = zip(*sorted(reached(points, 75) for points in systems[system]))
+        rows.append([name, ", ".join(f"{m:.1f}" for m in minutes), f"**{statistics.median(minutes):.1f}**",
+                     ", ".join(f"{step / 1000:.0f}k" for step in sorted(steps))])  # fmt: skip
+    return table(["", "minutes to a mean return of 75 (three seeds)", "median", "steps"], rows)
+
+
+def peers_table() -> str:
+    result, rows = read_json("peers.json"), []
+    for system, name in PEERS.items():
+        if system in result["medians"]:
+            rates = [run["frames_per_second"] for key, run in result["runs"].items() if key.rsplit("_", 1)[0] == system]
+            ratio = result["ratios"].get(system)
+            family = {"doom": "Doom", "atari": "Atari"}[system.split("_")[0]]
+            rows.append([family, name, numbers(rates), f"**{result['medians'][system]:,.0f}**", f"{ratio:.1f} x" if ratio else ""])
+    return table(["", "", "frames/s, three runs", "median", "ours is"], rows)
+
+
+def throughput_table() -> str:
+    rows = []
+    for row in read_json("throughput.json")["frames_per_second"]:
+        training, ceiling = statistics.mean(row["training"]), statistics.mean(row["ceiling"])
+        rows.append([{"doom": "Doom", "atari": "Atari"}[row["family"]], f"{row['workers']} x {row['envs_per_worker']}", f"{training:,.0f}",
+                     f"{ceiling:,.0f}", f"{training / ceiling:.0%}"])  # fmt: skip
+    return table(["", "environments", "training, frames/s", "ceiling, frames/s", "share"], rows)
+
+
+def parts_table() -> str:
+    rows = []
+    for family in ("doom", "atari"):
+        result = read_json(f"parts_{family}.json")
+        times = result["milliseconds_per_sample"]
+        (rates,) = result["frames_per_second"].values()
+        simulate = 1000 * result["workers"] * 4 / rates["medians"]["bare"]
+        rows.append([
+            {"doom": "Doom", "atari": "Atari"}[family], f"{simulate:.2f}", f"{times['inference, batch 16']:.2f}",
+            f"{times['learning, batch 1024']:.2f}", f"{result['bound_frames_per_second']:,}", f"{rates['shares']['dummy']:.0%}",
+            f"{rates['shares']['random']:.0%}",
+        ])  # fmt: skip
+    return table(["ms of CPU a sample:", "game", "acting", "learning", "bound, frames/s", "dummy sampler", "random actions"], rows)
+
+
+TABLES = dict(learning=learning_table, peers=peers_table, throughput=throughput_table, parts=parts_table)
+
+
+def with_tables(readme: str) -> str:
+    """Raises FileNotFoundError for a table whose results are not there."""
+
+    def fill(match: re.Match) -> str:
+        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, readme, flags=re.S)
+
+
+# ---- figures
+
+
+def curves(plt, title: str, goal: float | None, out: str, *names: str, without: str = "", unit: tuple = (1000, "thousand")) -> None:
     systems = {system: seeds for system, seeds in read_curves(*names).items() if system != without}
     if not systems:
         return
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    draw(systems, axes[0], 0, 60, "minutes since the start")
-    draw(systems, axes[1], 1, 1000, "thousand steps (4 frames each)")
+    for axis, column, scale, label in (
+        (axes[0], 0, 60, "minutes since the start"),
+        (axes[1], 1, unit[0], f"{unit[1]} steps (4 frames each)"),
+    ):
+        for system, seeds in systems.items():
+            name, colour, line = STYLE[system]
+            for i, points in enumerate(seeds):
+                x, y = [point[column] / scale for point in points], [point[2] for point in points]
+                if column or max(x) > 0:  # published curves have no minutes
+                    axis.plot(x, y, line, color=colour, label=None if i else name, linewidth=1.4)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+        if goal is not None:
+            axis.axhline(goal, color="black", linewidth=0.8, alpha=0.6)
     axes[0].set_ylabel("mean raw return, last 100 episodes")
-    for axis in axes:
-        axis.axhline(goal, color="black", linewidth=0.8, alpha=0.6)
-    axes[0].legend(loc="lower right")
+    axes[1].legend(loc="lower right")
     figure.suptitle(title, fontsize=11)
     figure.savefig(RESULTS / out, dpi=130)
-    for system, seeds in systems.items():
-        reached = [next((tuple(point[:2]) for point in points if point[2] >= goal), None) for points in seeds]
-        print(
-            title,
-            system,
-            [f"{seconds / 60:.1f} min, {step / 1000:.0f}k steps" for seconds, step in filter(None, reached)],
-        )
-        if all(reached):
-            print(f"   median {np.median([seconds for seconds, _ in reached]) / 60:.1f} min")
 
 
-def throughput() -> None:
-    path = RESULTS / "throughput.json"
-    if not path.exists():
-        return
-    result = json.loads(path.read_text())
-    figure, axis = plt.subplots(figsize=(6, 2), layout="constrained")
-    for i, system in enumerate(("sf", "ours")):
-        values = [run["frames_per_second"] for name, run in result["runs"].items() if name.startswith(system)]
-        axis.barh(
-            i,
-            result["medians"][system],
-            color=STYLE[system][1],
-            hatch="//" if system == "sf" else None,
-            edgecolor="white",
-        )
+def peers(plt) -> None:
+    result = read_json("peers.json")
+    systems = [system for system in PEERS if system in result["medians"]][::-1]
+    figure, axis = plt.subplots(figsize=(9, 0.38 * len(systems) + 0.8), layout="constrained")
+    for i, system in enumerate(systems):
+        values = [run["frames_per_second"] for key, run in result["runs"].items() if key.rsplit("_", 1)[0] == system]
+        median, ours = result["medians"][system], system.endswith("ours")
+        axis.barh(i, median, color=STYLE["ours" if ours else "sf"][1], hatch=None if ours else "//", edgecolor="white")
         axis.plot(values, [i] * len(values), "k|", markersize=12)
-        axis.text(max(values) * 1.03, i, f"{result['medians'][system]:,.0f}", va="center")
-    axis.set_yticks([0, 1], [STYLE["sf"][0], STYLE["ours"][0]])
+        axis.text(max(values) * 1.02, i, f"{median:,.0f}", va="center")
+    axis.set_yticks(range(len(systems)), [f"{s.split('_')[0].capitalize()}: {PEERS[s].replace('`', '')}" for s in systems])
     axis.set_xlabel("frames per second while learning (bars: medians, ticks: runs)")
-    axis.set_xlim(right=max(run["frames_per_second"] for run in result["runs"].values()) * 1.2)
+    axis.set_xlim(right=max(run["frames_per_second"] for run in result["runs"].values()) * 1.15)
+    figure.savefig(RESULTS / "peers.png", dpi=130)
+
+
+def throughput(plt) -> None:
+    result = read_json("throughput.json")
+    cores = result["machine"]["cores"]
+    paper = list(csv.DictReader(line for line in open(RESULTS / "paper_throughput.csv") if not line.startswith("#")))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    for axis, family in zip(axes, ("doom", "atari")):
+        rows = [row for row in result["frames_per_second"] if row["family"] == family]
+        x = [row["workers"] * row["envs_per_worker"] / cores for row in rows]
+        for kind, label, style in (
+            ("ceiling", "simulator alone, random actions", "s--"),
+            ("training", f"ours, training, {cores} cores, GPU: {result['machine']['gpu']}", "o-"),
+        ):
+            axis.plot(x, [statistics.mean(row[kind]) / cores for row in rows], style, color=STYLE["ours"][1], label=label)
+            for row, at in zip(rows, x):
+                axis.plot([at] * len(row[kind]), [value / cores for value in row[kind]], "k_", markersize=6)
+        for system, label, style in (
+            ("1", "paper's Sample Factory, 10 cores + GPU", "^:"),
+            ("2", "paper's Sample Factory, 36 cores + GPUs", "v-."),
+        ):
+            points = [row for row in paper if row["system"] == system]
+            axis.plot([int(p["envs"]) / int(p["cores"]) for p in points], [int(p[family]) / int(p["cores"]) for p in points], style,
+                      color=STYLE["sf"][1], label=label, markersize=5)  # fmt: skip
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
+        axis.set_ylim(bottom=0)
+        axis.set_title({"doom": "Doom (benchmark)", "atari": "Atari (Breakout)"}[family], fontsize=11)
+        axis.set_xlabel("environments per core")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("frames per second and core")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(RESULTS / "throughput.png", dpi=130)
 
 
+def main() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    throughput(plt)
+    peers(plt)
+    curves(plt, "basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
+    curves(plt, "basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv", without="sf")
+    curves(plt, "defend_the_center, default flags, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
+    for game, goal in (("pong", 18), ("breakout", None)):
+        curves(plt, f"{game.capitalize()}, default flags, 2 cores without a GPU", goal, f"learning_{game}.png", f"learning_{game}.csv",
+               f"cleanrl_{game}.csv", unit=(1e6, "million"))  # fmt: skip
+    README.write_text(with_tables(README.read_text()))
+
+
 if __name__ == "__main__":
-    throughput()
-    curves("basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
-    curves("basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv", without="sf")
-    curves("defend_the_center, default flags, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
+    main()

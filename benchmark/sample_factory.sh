@@ -1,17 +1,24 @@
 #!/usr/bin/env bash
 # Sample Factory 2.1.1 with the settings of our benchmarks, for a number of seconds (its own --train_for_seconds does not stop it).
-# Usage: sample_factory.sh SECONDS ENV SEED FOLDER [further flags of its own]
-# Needs its own virtual environment, whose python is in $SF_PYTHON:
-#   python -m venv .venv-sf && .venv-sf/bin/pip install torch==2.13.0 sample-factory==2.1.1 vizdoom
+# Usage: sample_factory.sh SECONDS ENV SEED FOLDER [further flags of its own]     ENV: doom_benchmark, atari_breakout, ...
+# Needs its own virtual environment, whose python is in $SF_PYTHON (envpool 0.9.0 is the newest that works with its gymnasium):
+#   python -m venv .venv-sf && .venv-sf/bin/pip install torch==2.13.0 sample-factory==2.1.1 vizdoom envpool==0.9.0 'gym==0.26.2' 'shimmy<1'
 set -euo pipefail
 seconds=$1 env=$2 seed=$3 folder=$4
 shift 4
 mkdir -p "$folder"
 cd "$folder"   # its engines write _vizdoom.ini where they are started
+common=(--env="$env" --seed="$seed" --algo=APPO --device=cpu --env_frameskip=4 --num_workers=2 --rollout=32 --batch_size=1024
+        --num_batches_per_epoch=1 --num_epochs=1 --train_dir="$folder" --experiment=sf)
+case $env in
+    doom_*) module=sf_examples.vizdoom.train_vizdoom
+            flags=(--use_rnn=True --recurrence=32 --num_envs_per_worker=16 --worker_num_splits=2 --wide_aspect_ratio=False) ;;
+    atari_*) module=sf_examples.envpool.atari.train_envpool_atari   # 64 agents: 2 workers with a pool of 32 games each
+            flags=(--use_rnn=False --recurrence=1 --env_agents=32 --num_envs_per_worker=1 --worker_num_splits=1 --async_rl=True
+                   --serial_mode=False --with_vtrace=False) ;;
+esac
 # A process session of its own, so that all of it can be ended: when its main process dies its workers and engines go on.
-setsid "${SF_PYTHON:-python}" -m sf_examples.vizdoom.train_vizdoom --env="$env" --seed="$seed" --algo=APPO --device=cpu \
-    --env_frameskip=4 --use_rnn=True --num_workers=2 --num_envs_per_worker=16 --worker_num_splits=2 --num_epochs=1 --rollout=32 \
-    --recurrence=32 --batch_size=1024 --wide_aspect_ratio=False --train_dir="$folder" --experiment=sf "$@" > "$folder/out.txt" 2>&1 &
+setsid "${SF_PYTHON:-python}" -m "$module" "${common[@]}" "${flags[@]}" "$@" > "$folder/out.txt" 2>&1 &
 session=$!
 disown
 files=()

@@ -1,14 +1,26 @@
 #!/usr/bin/env bash
-# Frames/s of training on `benchmark`, ours and Sample Factory 2.1.1, in alternation, three times each; 2 workers x 16 games,
-# rollout 32, batch 1024, GRU-512, inputs normalised, one epoch. 90 s a run, the first 20 s of each are warm-up.
-# Machine: 2 cores without a GPU; takes 10 minutes. Expected: a ratio of 1.8 to 1.9 in float32.
-# Usage: [SF_PYTHON=.venv-sf/bin/python] benchmark/throughput.sh [FOLDER]
+# Frames/s of training against the number of environments, for each family, and beside each the ceiling: the same environments with
+# random actions and no learner (dummy_sampler.py). In alternation, two rounds. Doom: `benchmark`, GRU-512; Atari: Breakout, Nature CNN.
+# Inputs normalised, rollout 32, batch 1024 ($BATCH), one epoch. The first 20 s of each training are warm-up.
+# Figure 3 and table 1 of the Sample Factory paper are the models; its figures are in results/paper_throughput.csv.
+# Machine: any; on 2 cores without a GPU it takes 20 minutes, and training reaches 20 to 45 % of the ceiling: the network takes the rest.
+# Usage: [WORKERS=16] [GAMES="8 16 32 64"] [BATCH=4096] [DEVICE=cuda] [PRECISION=bfloat16] [OUT=FILE.json] benchmark/throughput.sh [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-runs/throughput}")
-for round in 1 2 3; do
-    python "$here/../appo_doom.py" --env-id benchmark --num-workers 2 --num-envs-per-worker 16 --rollout 32 --batch-size 1024 --device cpu \
-        --train-for-seconds 85 --total-timesteps 100000000 --train-dir "$out" --experiment "ours_$round" --restart-behavior overwrite
-    SF_PYTHON=${SF_PYTHON:-python} "$here/sample_factory.sh" 90 doom_benchmark "$round" "$out/sf_$round"
+result=$(realpath "${OUT:-$here/results/throughput.json}")   # its folder must exist
+workers=${WORKERS:-2}
+mkdir -p "$out"
+for round in 1 2; do
+    for games in ${GAMES:-4 8 16 32}; do
+        for family in doom atari; do
+            [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
+            python "$here/../dummy_sampler.py" --family $family --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games" \
+                --warm-up 3 --window 4 --windows 3 --out "$out/${family}_${games}_$round.json"
+            python "$here/../appo_$family.py" --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games" --rollout 32 --num-epochs 1 \
+                --batch-size "${BATCH:-1024}" --device "${DEVICE:-cpu}" --precision "${PRECISION:-float32}" --normalize-input --train-for-seconds 45 --total-timesteps 1000000000 --train-dir "$out" \
+                --experiment "${family}_${games}_$round" --restart-behavior overwrite
+        done
+    done
 done
-python "$here/collect.py" rates "$here/results/throughput.json" "$out"/ours_? "$out"/sf_?
+python "$here/collect.py" throughput "$result" "$out"/{doom,atari}_*_?
