@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The parts of the pipeline measured alone, for each family, and what the pipeline carries when environments cost nothing.
-# Machine: 2 cores without a GPU; takes 10 minutes. Expected: the dummy sampler at 97 % or more of bare loops.
+# Machine: 2 cores without a GPU; takes 25 minutes. Expected: the dummy sampler at 97 % or more of bare loops.
 # Usage: benchmark/parts.sh
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 for family in doom atari; do
     [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
-    python "$here/parts.py" --family $family --env-id $env_id --num-workers 2 --num-envs-per-worker 16 --seconds 8 --repeats 3 \
+    python "$here/parts.py" --family $family --env-id $env_id --num-workers 2 --num-envs-per-worker 16 --seconds 8 --repeats 5 \
         --out "$here/results/parts_$family.json"
     python "$here/../dummy_sampler.py" --family $family --null --num-envs-per-worker 16 --warm-up 2 --window 3 --windows 3 \
         --out "$here/results/null_$family.json"

@@ -12,6 +12,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 README = Path(__file__).resolve().parent.parent / "README.md"
 STYLE = {  # name, colour, line: to be told apart without colour too
     "ours": ("ours", "#0b5fa5", "-"),
+    "plain": ("ours, --no-normalize-input", "#2b8a3e", ":"),
     "sync": ("ours, --sync", "#2b8a3e", ":"),
     "sf": ("Sample Factory 2.1.1", "#c2410c", "--"),
     "cleanrl": ("CleanRL (published)", "#7048a8", "-."),
@@ -107,7 +108,17 @@ def parts_table() -> str:
     return table(["ms of CPU a sample:", "game", "acting", "learning", "bound, frames/s", "dummy sampler", "random actions"], rows)
 
 
-TABLES = dict(learning=learning_table, peers=peers_table, throughput=throughput_table, parts=parts_table)
+def null_table() -> str:
+    rows = []
+    for family in ("doom", "atari"):
+        results = read_json(f"null_{family}.json")["results"]
+        name = {"doom": "Doom", "atari": "Atari"}[family]
+        rows.append([f"{name}, rows/s", *(f"{result['rows_per_second']:,}" for result in results)])
+        rows.append([f"{name}, us a group of 16", *(f"{result['microseconds_per_group']:,.0f}" for result in results)])
+    return table(["workers", *(str(result["workers"]) for result in results)], rows)
+
+
+TABLES = dict(learning=learning_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table)
 
 
 def with_tables(readme: str) -> str:
@@ -178,9 +189,13 @@ def throughput(plt) -> None:
             axis.plot(x, [statistics.mean(row[kind]) / cores for row in rows], style, color=STYLE["ours"][1], label=label)
             for row, at in zip(rows, x):
                 axis.plot([at] * len(row[kind]), [value / cores for value in row[kind]], "k_", markersize=6)
+        here, games = read_json("peers.json"), {"doom": 32, "atari": 64}[family]  # of benchmark/peers.sh
+        label = f"Sample Factory 2.1.1, {here['machine']['cores']} cores, GPU: {here['machine']['gpu']}"
+        axis.plot(games / here["machine"]["cores"], here["medians"][f"{family}_sf"] / here["machine"]["cores"], "X", color=STYLE["sf"][1],
+                  label=label, markersize=8)  # fmt: skip
         for system, label, style in (
-            ("1", "paper's Sample Factory, 10 cores + GPU", "^:"),
-            ("2", "paper's Sample Factory, 36 cores + GPUs", "v-."),
+            ("1", "Sample Factory in its paper, 10 cores + GPU", "^:"),
+            ("2", "Sample Factory in its paper, 36 cores + GPUs", "v-."),
         ):
             points = [row for row in paper if row["system"] == system]
             axis.plot([int(p["envs"]) / int(p["cores"]) for p in points], [int(p[family]) / int(p["cores"]) for p in points], style,
@@ -192,7 +207,7 @@ def throughput(plt) -> None:
         axis.set_xlabel("environments per core")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("frames per second and core")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(RESULTS / "throughput.png", dpi=130)
 
 

@@ -44,7 +44,15 @@ env.close()
     )
 
 
-@pytest.mark.parametrize("name", re.findall(r"`((?:appo_\w+\.py|benchmark/[\w.]+))`", README))
+def test_tables_are_those_of_the_raw_results():
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import plot
+
+    assert README.count("<!-- table: ") == len(plot.TABLES)
+    assert plot.with_tables(README) == README, "python benchmark/plot.py writes them"
+
+
+@pytest.mark.parametrize("name", re.findall(r"`((?:appo_\w+\.py|dummy_\w+\.py|benchmark/[\w.]+))`", README))
 def test_files_exist(name):
     assert (ROOT / name).exists()
 
