@@ -48,7 +48,7 @@ def scalars(folder: Path) -> dict[str, list]:
 )
 def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, screen):
     script = ROOT / f"{name}.py"
-    r = run(*SMALL, "--experiment", "e", "--env-id", game, "--train-for-seconds", "14", script=script)
+    r = run(*SMALL, "--experiment", "e", "--env-id", game, "--train-for-seconds", "11", script=script)
     assert r.wait(90) == 0
     for expected in (
         "parameters on cpu",
@@ -117,7 +117,7 @@ def test_same_seed_same_weights(run, script, game):
     weights = []
     for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
         r = run("--experiment", name, "--num-workers", "0", "--num-envs-per-worker", "4", "--hidden-size", "64", "--seed", seed, "--env-id",
-                game, "--device", "cpu", "--total-timesteps", "900", script=ROOT / script)  # fmt: skip
+                game, "--device", "cpu", "--rollout", "16", "--total-timesteps", "450", script=ROOT / script)  # fmt: skip
         assert r.wait(90) == 0
         path = sorted((r.folder / name / "checkpoints").glob("checkpoint_*"))[-1]
         weights.append(torch.load(path, weights_only=True))

@@ -99,9 +99,9 @@ def test_exception_in_step_ends_the_run_with_the_reason_last(start):
 
 
 def test_hang_in_step_is_reported_with_its_stack(start):
-    r = start("--actor-timeout", "10", line="if self.tics > 100 and not os.path.exists('hung'): open('hung', 'w'); time.sleep(1000)")
+    r = start("--actor-timeout", "6", line="if self.tics > 100 and not os.path.exists('hung'): open('hung', 'w'); time.sleep(1000)")
     r.wait_for(lambda: "starting it again" in r.text(), 60, "the restart")
-    assert "made no progress for 10 s while stepping" in r.text()
+    assert "made no progress for 6 s while stepping" in r.text()
     assert re.search(r'File ".*edited_.*.py", line \d+ in step', r.text()), "where it hung"
     goes_on(r, steps(r))
     stop(r)
