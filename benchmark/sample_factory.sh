@@ -21,17 +21,21 @@ esac
 setsid "${SF_PYTHON:-python}" -m "$module" "${common[@]}" "${flags[@]}" "$@" > "$folder/out.txt" 2>&1 &
 session=$!
 disown
-files=()
-stop() {
-    pids=$(pgrep -s "$session" || true)
-    for pid in $pids; do
-        while read -r file; do files+=("$file"); done < <(grep -o '/dev/shm/[^ ]*' "/proc/$pid/maps" 2> /dev/null | sort -u)
+declare -A files   # its shared memory: engines that are killed, or die by themselves, leave theirs
+note_files() {
+    local file pid
+    for pid in $(pgrep -s "$session"); do
+        while read -r file; do files[$file]=1; done < <(grep -o '/dev/shm/[^ ]*' "/proc/$pid/maps" 2> /dev/null | sort -u)
     done
-    for pid in $pids; do kill -KILL "$pid" 2> /dev/null || true; done
-    for file in "${files[@]}"; do rm -f "$file"; done
+}
+stop() {
+    note_files
+    for pid in $(pgrep -s "$session"); do kill -KILL "$pid" 2> /dev/null || true; done
+    for file in "${!files[@]}"; do rm -f "$file"; done
 }
 trap stop EXIT
-for _ in $(seq "$seconds"); do
+for ((second = 0; second < seconds; second++)); do
     sleep 1
+    ((second >= 15)) || note_files   # of the game it starts first, only to look at it; later it would disturb what is measured
     kill -0 "$session" 2> /dev/null || { echo "sample-factory ended by itself, see $folder/out.txt" >&2; exit 1; }
 done
