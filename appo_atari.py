@@ -325,7 +325,6 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
         self.observation = np.zeros(self.observation_space.shape, np.uint8)
-        self.lost_life, self.lives = np.zeros(num_envs, bool), np.zeros(num_envs, int)
 
     def rearranged(self, images: np.ndarray) -> np.ndarray:
         """uint8 [num_envs, 4, 84, 84] -> [num_envs, 84, 84, 4], overwritten by the next call."""
@@ -336,7 +335,9 @@ class AtariEnvs(gym.vector.VectorEnv):
     def reset(self, *, seed: int = 0, options: dict | None = None):
         self.close()
         self.pool = envpool.make(self.env_id, seed=seed, **self.options)
-        return self.rearranged(self.pool.reset()[0]), {}
+        observation, info = self.pool.reset()
+        self.lost_life, self.lives = np.zeros(self.num_envs, bool), info["lives"].copy()
+        return self.rearranged(observation), {}
 
     def step(self, actions):
         observation, reward, terminated, truncated, info = self.pool.step(actions)
