@@ -15,7 +15,7 @@
 
     python appo_atari.py --env-id Breakout-v5
 
-On 2 cores of an AMD EPYC (Zen 3, no GPU) `--env-id Pong-v5` passes a mean return of 18 after 0.98 million steps
+On 2 cores of an AMD EPYC (Zen 3, no GPU) `--env-id Pong-v5` reaches a mean return of 18 after 0.98 million steps
 (2026-11-21; benchmark/learning_pong.sh).
 
 A deliberate edit of appo_doom.py. What differs: the games' flags and other defaults in `Args`, `AtariEnvs`, the
@@ -98,7 +98,7 @@ from tqdm import tqdm
 class Args:
     # --- run
     env_id: str = "Breakout-v5"
-    """an Atari game of EnvPool, such as Pong-v5 or MsPacman-v5"""
+    """one of the 104 Atari games of EnvPool, such as Pong-v5 or MsPacman-v5; a wrong name is answered with the nearest"""
     frameskip: int = 4
     """game ticks (frames) per step of the agent; the image is the maximum of the last two"""
     episodic_life: bool = True
@@ -125,7 +125,7 @@ class Args:
     device: str = "auto"
     """cpu, cuda or cuda:1; auto takes cuda where there is one"""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the encoder; auto is bfloat16 on CUDA and on CPUs with AVX512-BF16 or AMX"""
+    """of the encoder; auto is bfloat16 on GPUs from Ampere on and on CPUs with AVX512-BF16 or AMX"""
     experiment: str | None = None
     """name of the run's folder below train_dir; an existing one is resumed. Default: a fresh name"""
     train_dir: str = "train_dir"
@@ -205,7 +205,7 @@ class Args:
     reward_clip: float = 1.0
     """then clipped to +- this"""
     normalize_input: bool = True
-    """normalise every pixel by its running mean and variance, which finds a small ball; off: pixels / 255"""
+    """normalise every pixel by its running mean and variance, so that a small ball stands out; off: pixels / 255"""
     encoder: Literal["nature", "impala"] = "nature"
     """the convolutions of Mnih et al. (2015), or the residual ones of Espeholt et al. (2018)"""
     rnn_type: Literal["gru", "lstm", "none"] = "none"
@@ -250,7 +250,10 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {count} CUDA devices")
     n, cpu = len(cores()), kind == "cpu"
     if args.precision == "auto":
-        capable = not cpu or any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        if cpu:
+            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        else:
+            capable = torch.cuda.get_device_capability(args.device) >= (8, 0)  # older ones only emulate it
         args.precision = "bfloat16" if capable else "float32"
     args.num_workers = n if args.num_workers is None else args.num_workers
     args.sync |= args.num_workers == 0
@@ -294,8 +297,8 @@ class AtariEnvs(gym.vector.VectorEnv):
     an hour. The pool is made in `reset`, where it gets its seed; it resets on the step after an episode's end.
 
     `info["game_over"]`: the whole game ended. With `episodic_life` a lost life ends an episode, and the step after it,
-    whose action is ignored too, goes on with the game by the no-ops and FIRE; what is scored in them is lost. Some
-    games (RoadRunner) may end in them, unreported by EnvPool: that step begins a new game, and has `game_over`.
+    whose action is ignored too, continues the same game with the no-ops and FIRE; points scored there are not counted.
+    Some games (RoadRunner) may end there, unreported by EnvPool: that step begins a new game, and has `game_over`.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"]}
@@ -1048,6 +1051,12 @@ class Inference:
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
 
+    def unpin(self) -> None:
+        """Before the mailbox is freed: CUDA would take whatever lies at its addresses next for it."""
+        for source, _, _ in self.copied:
+            if self.device.type == "cuda":
+                torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
+
     def run(self, actors: Actors) -> None:
         """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
         try:
@@ -1609,6 +1618,7 @@ def train(typed: Args, folder: Path) -> int:
             thread.join(10)
         if actors:
             actors.stop(patience=0.0 if len(stop_signals) > 1 else 5.0)
+        inference.unpin()
         writer.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -114,7 +114,7 @@ class Args:
     device: str = "auto"
     """cpu, cuda or cuda:1; auto takes cuda where there is one"""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the encoder; auto is bfloat16 on CUDA and on CPUs with AVX512-BF16 or AMX"""
+    """of the encoder; auto is bfloat16 on GPUs from Ampere on and on CPUs with AVX512-BF16 or AMX"""
     experiment: str | None = None
     """name of the run's folder below train_dir; an existing one is resumed. Default: a fresh name"""
     train_dir: str = "train_dir"
@@ -243,7 +243,10 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {count} CUDA devices")
     n, cpu = len(cores()), kind == "cpu"
     if args.precision == "auto":
-        capable = not cpu or any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        if cpu:
+            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        else:
+            capable = torch.cuda.get_device_capability(args.device) >= (8, 0)  # older ones only emulate it
         args.precision = "bfloat16" if capable else "float32"
     args.num_workers = n if args.num_workers is None else args.num_workers
     args.sync |= args.num_workers == 0
@@ -1155,6 +1158,12 @@ class Inference:
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
 
+    def unpin(self) -> None:
+        """Before the mailbox is freed: CUDA would take whatever lies at its addresses next for it."""
+        for source, _, _ in self.copied:
+            if self.device.type == "cuda":
+                torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
+
     def run(self, actors: Actors) -> None:
         """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
         try:
@@ -1715,6 +1724,7 @@ def train(typed: Args, folder: Path) -> int:
             thread.join(10)
         if actors:
             actors.stop(patience=0.0 if len(stop_signals) > 1 else 5.0)
+        inference.unpin()
         writer.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -19,6 +19,7 @@ import queue
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -103,13 +104,19 @@ def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor
     envs.action_space.seed(worker)
     actions = [envs.action_space.sample() for _ in range(256)]  # drawn once: drawing is no part of the simulator
     barrier.wait()
-    ended = np.zeros(args.num_envs_per_worker, bool)
+    for valid in valid_steps(envs, actions):
+        steps[worker] += valid
+
+
+def valid_steps(envs: gym.vector.VectorEnv, actions: list):
+    """Steps the environments for ever. Generator: yields how many of them were really stepped."""
+    ended = np.zeros(envs.num_envs, bool)
     while True:
         for action in actions:
-            valid = args.num_envs_per_worker - np.count_nonzero(ended)  # the others only reset
+            valid = envs.num_envs - np.count_nonzero(ended)  # the others only reset
             _, _, terminated, truncated, _ = envs.step(action)
             ended = terminated | truncated
-            steps[worker] += valid
+            yield valid
 
 
 def rates(counter, windows: int, seconds: float, text: str, check) -> list[float]:
@@ -188,14 +195,10 @@ class NullEnvs(gym.vector.VectorEnv):
         return self.observation, self.reward, self.never, self.never, {}
 
 
-def null_envs(image: tuple[int, ...], args, num_envs: int) -> NullEnvs:
-    return NullEnvs(num_envs, image)
-
-
 def null_actor(family: str, image: tuple[int, ...], *arguments) -> None:
     """The variant's own actor, with environments that cost nothing."""
     appo = importlib.import_module(f"appo_{family}")
-    appo.make_envs = functools.partial(null_envs, image)
+    appo.make_envs = lambda args, num_envs: NullEnvs(num_envs, image)
     appo.actor(*arguments)
 
 
@@ -261,7 +264,8 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
         actors.wake()
         full.put(None)
         for thread in threads:
-            thread.join()
+            if thread.ident:  # else it was not reached
+                thread.join()
         actors.stop()
         appo.actor = actor
     middle = statistics.median(found)
@@ -272,11 +276,29 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
                 rows_per_batch=round(served / batches, 1))  # fmt: skip
 
 
+def command() -> str:
+    """As typed, without where this checkout lies."""
+    return "python " + " ".join(sys.argv).replace(f"{Path(__file__).resolve().parent}/", "")
+
+
 def machine() -> dict[str, str | int]:
+    """What a result must say to be compared: hardware, versions, date and, in a checkout, the commit."""
+
+    def git(*command: str) -> str:
+        try:
+            run = subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent)
+            return run.stdout.strip()
+        except OSError:  # no git
+            return ""
+
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     packages = {name: importlib.import_module(name).__version__ for name in ("torch", "numpy", "gymnasium")}
+    dirty = "-dirty" if git("status", "--porcelain", "--", ".", ":!benchmark/results") else ""
     return dict(cpu=cpu[1] if cpu else platform.processor(), cores=len(os.sched_getaffinity(0)),
-                python=platform.python_version(), date=time.strftime("%Y-%m-%d"), **packages)  # fmt: skip
+                isa=torch.backends.cpu.get_cpu_capability(),
+                gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+                python=platform.python_version(), **packages,
+                commit=git("rev-parse", "--short", "HEAD") + dirty, date=time.strftime("%Y-%m-%d"))  # fmt: skip
 
 
 def main() -> None:
@@ -303,7 +325,7 @@ def main() -> None:
             print(f"best: {best['envs_per_worker']} environments per worker, {best['frames_per_second']:,} frames/s")
     if options.out:
         engine = {appo.ENGINE: sys.modules[appo.ENGINE].__version__}
-        content = dict(machine=machine() | engine, command=" ".join(sys.argv), env_id=args.env_id, results=results)
+        content = dict(machine=machine() | engine, command=command(), env_id=args.env_id, results=results)
         options.out.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -1,25 +1,25 @@
 """Reads finished runs, ours and the peers' (TensorBoard events, or Sample Factory's out.txt), into benchmark/results/.
 
     python benchmark/collect.py curves OUT.csv FOLDER...   # return over steps and seconds
-    python benchmark/collect.py rates OUT.json FOLDER...   # frames/s after 20 s of warm-up, medians by system, ratios
+    python benchmark/collect.py rates OUT.json FOLDER...   # frames/s, medians by system, ratios
     python benchmark/collect.py throughput OUT.json FOLDER...   # the same beside the ceiling in FOLDER.json
 
 A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates, SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
 
-Seconds count from a run's first line of log to each report, so they include the start of the games. Returns are raw: those that
-Sample Factory logs are divided by its reward scale.
+Seconds of a curve count from a run's first line of log to each report, so they include the start of the games. Rates leave out the
+first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its reward scale.
 """
 
 import csv
 import datetime
 import json
-import os
-import platform
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from dummy_sampler import machine  # noqa: E402
 
 SF_SCALE = {"doom_basic": 0.01}  # of the return that Sample Factory logs
 
@@ -72,18 +72,6 @@ def read(folder: Path):
     return read_events(folder, "time/fps")  # Stable-Baselines3
 
 
-def machine() -> dict[str, str]:
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    import torch
-
-    return dict(cpu=cpu[1] if cpu else platform.processor(), cores=len(os.sched_getaffinity(0)), isa=torch.backends.cpu.get_cpu_capability(),
-                gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none", torch=torch.__version__,
-                python=platform.python_version(), commit=git.stdout.strip(), date=datetime.date.today().isoformat())  # fmt: skip
-
-
 def main() -> None:
     kind, out, folders = sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]]
     if kind == "curves":
@@ -96,11 +84,10 @@ def main() -> None:
                     if value is not None:
                         writer.writerow([folder.name, round(seconds, 1), step, round(value, 2)])
         return
-    if kind == "throughput":
-        folders = [folder for folder in folders if folder.is_dir()]
     rates = {}
     for folder in folders:
-        points = [point for point in read(folder) if point[0] >= 20]
+        points = read(folder)
+        points = [point for point in points if point[0] >= points[0][0] + 20]
         (begin, first, _), (end, last, _) = points[0], points[-1]
         rates[folder.name] = dict(
             frames_per_second=round(4 * (last - first) / (end - begin)), window_seconds=round(end - begin)
@@ -110,7 +97,9 @@ def main() -> None:
         for folder in folders:
             ceiling = json.loads(folder.with_suffix(".json").read_text())["results"][0]
             family, games, _ = folder.name.split("_")
+            used = json.loads((folder / "cfg.json").read_text())["resolved"]
             row = dict(family=family, workers=ceiling["workers"], envs_per_worker=int(games), training=[], ceiling=[])
+            row |= {name: used[name] for name in ("device", "precision", "batch_size")}
             row = table.setdefault((family, int(games)), row)
             row["training"].append(rates[folder.name]["frames_per_second"])
             row["ceiling"].append(ceiling["frames_per_second"])

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The curve of Breakout, one seed, default flags, beside CleanRL's published one of ppo_atari_envpool.py (results/cleanrl_breakout.csv, read off
-# the figure in its documentation). A run that was stopped goes on where it was.
-# Machine: 2 cores without a GPU; takes 2 hours. Expected: see results/learning_breakout.csv.
+# the figure in its documentation). Started again it goes on where it was stopped; the first means after that are of few, short games.
+# Machine: 2 cores without a GPU; takes 2 hours. Expected: EXPECTED.
 # Usage: benchmark/learning_breakout.sh [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-runs/learning_breakout}")
-python "$here/../appo_atari.py" --env-id Breakout-v5 --num-workers 2 --num-envs-per-worker 16 --device cpu --seed 1 --total-timesteps 6000000 --train-dir "$out" \
+[ -e "$out/ours_1/finished" ] || python "$here/../appo_atari.py" --env-id Breakout-v5 --num-workers 2 --num-envs-per-worker 16 --device cpu --seed 1 --total-timesteps 6000000 --train-dir "$out" \
     --experiment ours_1
+touch "$out/ours_1/finished"
 python "$here/collect.py" curves "$here/results/learning_breakout.csv" "$out/ours_1"

@@ -15,7 +15,7 @@ echo "minutes,main_rss_mib,tree_rss_mib,main_descriptors,processes,shm_kib" >> "
 for ((minute = 1; ; minute++)); do
     for _ in $(seq 60); do sleep 1; kill -0 $run 2> /dev/null || break 2; done
     pids=$(tree $run)
-    rss=$(awk '/VmRSS/ {print int($2 / 1024)}' /proc/$run/status)
+    rss=$(awk '/VmRSS/ {print int($2 / 1024)}' /proc/$run/status) || break   # it has just ended
     all=$(ps -o rss= -p $(echo $pids | tr ' ' ,) | awk '{sum += $1} END {print int(sum / 1024)}')
     echo "$minute,$rss,$all,$(ls /proc/$run/fd | wc -l),$(echo $pids | wc -w),$(du -sk /dev/shm | cut -f1)" >> "$here/results/soak.csv"
 done

@@ -1,7 +1,6 @@
 """What this machine can do at most: the parts of the pipeline measured alone, and the pipeline with random actions.
 
     python benchmark/parts.py --family doom --out benchmark/results/parts_doom.json     # 2 workers x 16 games
-    python benchmark/parts.py --family doom --sweep --out sweep.json                    # 4 to 64 games per worker
 
 `bare` is one pinned process per worker that does nothing but step its games and prepare their images: `make_action`, the screen and
 the resize for Doom, `pool.step` and the four copies for Atari. `dummy` is dummy_sampler.py over the same environments. `random` is
@@ -14,6 +13,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dummy_sampler  # noqa: E402
-from collect import machine  # noqa: E402
 
 
 @dataclass
@@ -45,8 +44,6 @@ class Options:
     """length of a window"""
     repeats: int = 3
     """windows of each kind, in alternation"""
-    sweep: bool = False
-    """bare, dummy and random for 4 to 64 games per worker, instead of the parts"""
 
 
 def doom_loop(appo, args, counter, barrier, rng) -> None:
@@ -87,11 +84,13 @@ def atari_loop(appo, args, counter, barrier, rng) -> None:
 
 
 def bare_worker(family: str, args, core: int, counter, barrier) -> None:
+    appo = importlib.import_module(f"appo_{family}")
     os.setsid()  # a process group of its own, to be ended with its games
+    threading.Thread(target=appo.end_with_parent, daemon=True).start()
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     loop = {"doom": doom_loop, "atari": atari_loop}[family]
-    loop(importlib.import_module(f"appo_{family}"), args, counter.numpy(), barrier, np.random.default_rng(core))
+    loop(appo, args, counter.numpy(), barrier, np.random.default_rng(core))
 
 
 def bare(options: Options, appo, args) -> float:
@@ -100,18 +99,20 @@ def bare(options: Options, appo, args) -> float:
     counters = [torch.zeros(1, dtype=torch.int64).share_memory_() for _ in range(args.num_workers)]
     barrier = context.Barrier(args.num_workers + 1)
     workers = []
-    for counter, core in zip(counters, cores * args.num_workers):
-        workers.append(context.Process(target=bare_worker, args=(options.family, args, core, counter, barrier), daemon=True))
-        workers[-1].start()
-    barrier.wait(timeout=120)  # raises when a worker has died
-    time.sleep(2)
-    before, start = sum(int(counter) for counter in counters), time.perf_counter()
-    time.sleep(options.seconds)
-    rate = args.frameskip * (sum(int(counter) for counter in counters) - before) / (time.perf_counter() - start)
-    for worker in workers:
-        appo.end_group(worker.pid)
-        worker.join()
-    return rate
+    try:
+        for counter, core in zip(counters, cores * args.num_workers):
+            workers.append(context.Process(target=bare_worker, args=(options.family, args, core, counter, barrier), daemon=True))
+            workers[-1].start()
+        barrier.wait(timeout=120)  # raises when a worker has died
+        time.sleep(2)
+        before, start = sum(int(counter) for counter in counters), time.perf_counter()
+        time.sleep(options.seconds)
+        return args.frameskip * (sum(int(counter) for counter in counters) - before) / (time.perf_counter() - start)
+    finally:
+        for worker in workers:
+            appo.end_group(worker.pid)
+            worker.kill()
+            worker.join()
 
 
 def network(appo, args) -> dict[str, float]:
@@ -158,29 +159,20 @@ def main() -> None:
                                      window=options.seconds, windows=1, warm_up=2.0)  # fmt: skip
     appo, args = dummy_sampler.variant(sampling)
     args.batch_size = 1024
-    result = dict(machine=machine(), command=" ".join(sys.argv), env_id=args.env_id, workers=args.num_workers)
-    games = (4, 8, 16, 32, 64) if options.sweep else (options.num_envs_per_worker,)
-    result["frames_per_second"] = {}
-    for n in games:
-        args.num_envs_per_worker = n
-        rates = dict(bare=[], dummy=[], random=[])
-        for _ in range(options.repeats):
-            rates["bare"].append(round(bare(options, appo, args)))
-            rates["dummy"].append(dummy_sampler.ceiling(sampling, appo, args)["frames_per_second"])
-            rates["random"].append(dummy_sampler.pipeline(sampling, appo, args, null=False)["frames_per_second"])
-        shares = {
-            kind: round(statistics.median(b / a for a, b in zip(rates["bare"], rates[kind])), 3)
-            for kind in ("dummy", "random")
-        }
-        result["frames_per_second"][n] = dict(medians={kind: statistics.median(x) for kind, x in rates.items()}, shares=shares, runs=rates)
-        print(f"{n} games per worker: {result['frames_per_second'][n]}", flush=True)
-    if not options.sweep:
-        result["milliseconds_per_sample"] = {name: round(value, 3) for name, value in network(appo, args).items()}
-        times = result["milliseconds_per_sample"]
-        simulate = 1000 * args.num_workers * args.frameskip / result["frames_per_second"][games[0]]["medians"]["bare"]
-        total = simulate + times["inference, batch 16"] + times["learning, batch 1024"]
-        result["bound_frames_per_second"] = round(len(appo.cores()) * args.frameskip * 1000 / total)
-        print(f"{times}\nsimulation {simulate:.3f} ms; bound of {len(appo.cores())} cores: {result['bound_frames_per_second']} frames/s")
+    result = dict(machine=dummy_sampler.machine(), command=dummy_sampler.command(), env_id=args.env_id, workers=args.num_workers)
+    rates = dict(bare=[], dummy=[], random=[])
+    for _ in range(options.repeats):
+        rates["bare"].append(round(bare(options, appo, args)))
+        rates["dummy"].append(dummy_sampler.ceiling(sampling, appo, args)["frames_per_second"])
+        rates["random"].append(dummy_sampler.pipeline(sampling, appo, args, null=False)["frames_per_second"])
+    shares = {kind: [round(b / a, 3) for a, b in zip(rates["bare"], rates[kind])] for kind in ("dummy", "random")}
+    result["frames_per_second"], result["shares"] = rates, shares
+    times = {name: round(value, 3) for name, value in network(appo, args).items()}
+    result["milliseconds_per_sample"] = times
+    result["simulation_milliseconds"] = round(1000 * args.num_workers * args.frameskip / statistics.median(rates["bare"]), 3)
+    total = result["simulation_milliseconds"] + times["inference, batch 16"] + times["learning, batch 1024"]
+    result["estimate_frames_per_second"] = round(len(appo.cores()) * args.frameskip * 1000 / total)
+    print(json.dumps(result, indent=2))
     options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 

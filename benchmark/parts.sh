@@ -6,7 +6,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 for family in doom atari; do
     [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
-    python "$here/parts.py" --family $family --env-id $env_id --num-workers 2 --num-envs-per-worker 16 --seconds 8 --repeats 5 \
+    python "$here/parts.py" --family $family --env-id $env_id --num-workers 2 --num-envs-per-worker 16 --seconds 4 --repeats 10 \
         --out "$here/results/parts_$family.json"
     python "$here/../dummy_sampler.py" --family $family --null --num-envs-per-worker 16 --warm-up 2 --window 3 --windows 3 \
         --out "$here/results/null_$family.json"

@@ -67,7 +67,7 @@ def numbers(values) -> str:
 def learning_table() -> str:
     rows, systems = [], read_curves("learning_basic.csv")
     for system, name in (("ours", "`python appo_doom.py --env-id basic`"), ("sf", "Sample Factory 2.1.1")):
-        minutes, steps = zip(*sorted(reached(points, 75) for points in systems[system]))
+        minutes, steps = zip(*sorted(reached(points, 75) or (float("inf"), float("inf")) for points in systems[system]))
         rows.append([name, ", ".join(f"{m:.1f}" for m in minutes), f"**{statistics.median(minutes):.1f}**",
                      ", ".join(f"{step / 1000:.0f}k" for step in sorted(steps))])  # fmt: skip
     return table(["", "minutes to a mean return of 75 (three seeds)", "median", "steps"], rows)
@@ -81,7 +81,7 @@ def peers_table() -> str:
             ratio = result["ratios"].get(system)
             family = {"doom": "Doom", "atari": "Atari"}[system.split("_")[0]]
             rows.append([family, name, numbers(rates), f"**{result['medians'][system]:,.0f}**", f"{ratio:.1f} x" if ratio else ""])
-    return table(["", "", "frames/s, three runs", "median", "ours is"], rows)
+    return table(["", "", "frames/s, three runs", "median", "ours / peer"], rows)
 
 
 def throughput_table() -> str:
@@ -98,14 +98,13 @@ def parts_table() -> str:
     for family in ("doom", "atari"):
         result = read_json(f"parts_{family}.json")
         times = result["milliseconds_per_sample"]
-        (rates,) = result["frames_per_second"].values()
-        simulate = 1000 * result["workers"] * 4 / rates["medians"]["bare"]
+        shares = [f"{statistics.median(x):.0%} ({min(x):.0%} to {max(x):.0%})" for x in result["shares"].values()]
         rows.append([
-            {"doom": "Doom", "atari": "Atari"}[family], f"{simulate:.2f}", f"{times['inference, batch 16']:.2f}",
-            f"{times['learning, batch 1024']:.2f}", f"{result['bound_frames_per_second']:,}", f"{rates['shares']['dummy']:.0%}",
-            f"{rates['shares']['random']:.0%}",
+            {"doom": "Doom", "atari": "Atari"}[family], f"{result['simulation_milliseconds']:.2f}", f"{times['inference, batch 16']:.2f}",
+            f"{times['learning, batch 1024']:.2f}", f"{result['estimate_frames_per_second']:,}", *shares,
         ])  # fmt: skip
-    return table(["ms of CPU a sample:", "game", "acting", "learning", "bound, frames/s", "dummy sampler", "random actions"], rows)
+    columns = ("game, ms", "acting, ms", "learning, ms", "together, frames/s", "dummy sampler", "random actions")
+    return table(["", *columns], rows)
 
 
 def null_table() -> str:
@@ -177,6 +176,7 @@ def peers(plt) -> None:
 def throughput(plt) -> None:
     result = read_json("throughput.json")
     cores = result["machine"]["cores"]
+    gpu = result["machine"]["gpu"] if result["frames_per_second"][0]["device"] != "cpu" else "none"
     paper = list(csv.DictReader(line for line in open(RESULTS / "paper_throughput.csv") if not line.startswith("#")))
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
     for axis, family in zip(axes, ("doom", "atari")):
@@ -184,7 +184,7 @@ def throughput(plt) -> None:
         x = [row["workers"] * row["envs_per_worker"] / cores for row in rows]
         for kind, label, style in (
             ("ceiling", "simulator alone, random actions", "s--"),
-            ("training", f"ours, training, {cores} cores, GPU: {result['machine']['gpu']}", "o-"),
+            ("training", f"ours, training, {cores} cores, GPU: {gpu}", "o-"),
         ):
             axis.plot(x, [statistics.mean(row[kind]) / cores for row in rows], style, color=STYLE["ours"][1], label=label)
             for row, at in zip(rows, x):

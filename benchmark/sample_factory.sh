@@ -4,8 +4,10 @@
 # Needs its own virtual environment, whose python is in $SF_PYTHON (envpool 0.9.0 is the newest that works with its gymnasium):
 #   python -m venv .venv-sf && .venv-sf/bin/pip install torch==2.13.0 sample-factory==2.1.1 vizdoom envpool==0.9.0 'gym==0.26.2' 'shimmy<1'
 set -euo pipefail
-seconds=$1 env=$2 seed=$3 folder=$4
+seconds=$1 env=$2 seed=$3 folder=$(realpath -m "$4")
 shift 4
+[[ ${SF_PYTHON:-} != */* ]] || SF_PYTHON=$(realpath -s "$SF_PYTHON")   # -s: a virtual environment's python is a link
+rm -rf "${folder:?}"   # else it resumes
 mkdir -p "$folder"
 cd "$folder"   # its engines write _vizdoom.ini where they are started
 common=(--env="$env" --seed="$seed" --algo=APPO --device=cpu --env_frameskip=4 --num_workers=2 --rollout=32 --batch_size=1024

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `basic` with --sync, three seeds, to lay beside the asynchronous curves of learning_basic.sh.
-# Machine: 2 cores without a GPU; takes about 15 minutes. Expected: the same curve over steps, within the spread of seeds.
+# Machine: 2 cores without a GPU; takes about 20 minutes. Expected: the same curve over steps, within the spread of seeds.
 # Usage: benchmark/sync.sh [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -3,24 +3,27 @@
 # random actions and no learner (dummy_sampler.py). In alternation, two rounds. Doom: `benchmark`, GRU-512; Atari: Breakout, Nature CNN.
 # Inputs normalised, rollout 32, batch 1024 ($BATCH), one epoch. The first 20 s of each training are warm-up.
 # Figure 3 and table 1 of the Sample Factory paper are the models; its figures are in results/paper_throughput.csv.
-# Machine: any; on 2 cores without a GPU it takes 20 minutes, and training reaches 20 to 45 % of the ceiling: the network takes the rest.
-# Usage: [WORKERS=16] [GAMES="8 16 32 64"] [BATCH=4096] [DEVICE=cuda] [PRECISION=bfloat16] [OUT=FILE.json] benchmark/throughput.sh [FOLDER]
+# Machine: any, a worker for each core; on 2 cores without a GPU it takes 20 minutes, and training reaches 13 to 40 % of the ceiling: the network takes the rest.
+# Usage: [WORKERS=16] [GAMES="8 16 32 64"] [BATCH=4096] [DEVICE=cpu] [PRECISION=float32] [OUT=FILE.json] benchmark/throughput.sh [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-runs/throughput}")
 result=$(realpath "${OUT:-$here/results/throughput.json}")   # its folder must exist
-workers=${WORKERS:-2}
+workers=${WORKERS:-$(nproc)}
 mkdir -p "$out"
+runs=()
 for round in 1 2; do
     for games in ${GAMES:-4 8 16 32}; do
         for family in doom atari; do
             [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
             python "$here/../dummy_sampler.py" --family $family --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games" \
                 --warm-up 3 --window 4 --windows 3 --out "$out/${family}_${games}_$round.json"
-            python "$here/../appo_$family.py" --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games" --rollout 32 --num-epochs 1 \
-                --batch-size "${BATCH:-1024}" --device "${DEVICE:-cpu}" --precision "${PRECISION:-float32}" --normalize-input --train-for-seconds 45 --total-timesteps 1000000000 --train-dir "$out" \
+            python "$here/../appo_$family.py" --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games" --rollout 32 \
+                --num-epochs 1 --batch-size "${BATCH:-1024}" --device "${DEVICE:-auto}" --precision "${PRECISION:-auto}" --normalize-input \
+                --train-for-seconds 45 --total-timesteps 1000000000 --train-dir "$out" \
                 --experiment "${family}_${games}_$round" --restart-behavior overwrite
+            runs+=("$out/${family}_${games}_$round")
         done
     done
 done
-python "$here/collect.py" throughput "$result" "$out"/{doom,atari}_*_?
+python "$here/collect.py" throughput "$result" "${runs[@]}"

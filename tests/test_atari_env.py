@@ -38,7 +38,7 @@ def test_lives_and_games(game, episodic_life, n, steps):
             np.testing.assert_array_equal(m.reward, np.clip(reward, -3, 3))
             score, length = score + reward, length + ~before
             unreported = before & ~over & (info["lives"] > lives)  # EnvPool began a new game in the no-ops after a lost life
-            over = terminated & (info["terminated"] > 0) | unreported
+            over = terminated & (info["lives"] == 0) | unreported  # `AtariEnvs` goes by info["terminated"]
             np.testing.assert_array_equal(m.episode[:, 2] > 0, over, "statistics are of games, not of lives")
             np.testing.assert_allclose(m.episode[over, 0], score[over])
             np.testing.assert_array_equal(m.episode[over, 2], length[over])

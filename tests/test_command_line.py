@@ -16,20 +16,8 @@ import appo_atari
 import appo_doom
 from edited import ROOT
 
-SMALL = (
-    "--num-workers",
-    "2",
-    "--num-envs-per-worker",
-    "4",
-    "--rollout",
-    "8",
-    "--batch-size",
-    "64",
-    "--hidden-size",
-    "32",
-    "--device",
-    "cpu",
-)
+SMALL = ("--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32",
+         "--device", "cpu", "--precision", "float32")  # fmt: skip
 TAGS = set(re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", (ROOT / "README.md").read_text(), re.M))
 
 
@@ -95,19 +83,8 @@ def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, 
 
     r = run("--experiment", "e", "--env-id", other, script=script)
     assert r.wait(30) == 2 and f"env_id {game} -> {other}" in r.text()
-    r = run(
-        "--experiment",
-        "e",
-        "--restart-behavior",
-        "restart",
-        "--num-workers",
-        "0",
-        "--num-envs-per-worker",
-        "2",
-        "--total-timesteps",
-        "100",
-        script=script,
-    )
+    r = run("--experiment", "e", "--restart-behavior", "restart", "--num-workers", "0", "--num-envs-per-worker", "2",
+            "--total-timesteps", "100", script=script)  # fmt: skip
     assert r.wait(60) == 0 and (tmp_path / "e_old0001" / "cfg.json").exists() and "loaded" not in r.text()
 
 
@@ -211,7 +188,8 @@ def test_every_flag_is_read_and_explained(path):
     reads = set()
     for attribute in ast.walk(module):
         if isinstance(attribute, ast.Attribute) and isinstance(attribute.ctx, ast.Load):
-            reads.add(attribute.attr)
+            if ast.unparse(attribute.value) in ("args", "self.args", "learner.args"):
+                reads.add(attribute.attr)
     assert [name for name in names if name not in reads] == []
 
 

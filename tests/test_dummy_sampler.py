@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import gymnasium as gym
+import numpy as np
 import pytest
 
 import dummy_sampler
@@ -25,6 +27,27 @@ def sampler(*flags: str) -> subprocess.CompletedProcess:
     return result
 
 
+class Countdown(gym.Env):
+    """Its episodes take three steps."""
+
+    observation_space, action_space = gym.spaces.Discrete(9), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 3
+        return 0, {}
+
+    def step(self, action):
+        self.left -= 1
+        return 0, 0.0, self.left == 0, False, {}
+
+
+def test_only_valid_steps_are_counted():
+    envs = gym.vector.SyncVectorEnv([Countdown] * 2)  # NEXT_STEP is its default
+    envs.reset()
+    counted = dummy_sampler.valid_steps(envs, [np.zeros(2, int)])
+    assert [next(counted) for _ in range(9)] == [2, 2, 2, 0, 2, 2, 2, 0, 2]
+
+
 @pytest.mark.parametrize("family, unit", [("doom", 500), ("atari", 200)])
 def test_the_ceiling_of(family, unit, tmp_path):
     result = sampler("--family", family, *SHORT, "--out", str(tmp_path / "out.json"))
@@ -32,7 +55,8 @@ def test_the_ceiling_of(family, unit, tmp_path):
     content = json.loads((tmp_path / "out.json").read_text())
     (found,) = content["results"]
     assert found["workers"] == 2 and found["envs_per_worker"] == 2 and len(found["windows"]) == 2
-    assert found["frames_per_second"] > unit and 0 < found["reset_seconds"] < found["start_seconds"]
+    assert found["frames_per_second"] > unit and content["machine"]["commit"] and content["command"].startswith("python dummy_sampler.py")
+    assert 0 < found["reset_seconds"] < found["start_seconds"]
     assert f"{found['frames_per_second']:,} frames/s" in result.stdout
 
 
