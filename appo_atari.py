@@ -98,7 +98,7 @@ from tqdm import tqdm
 class Args:
     # --- run
     env_id: str = "Breakout-v5"
-    """one of the 104 Atari games of EnvPool, such as Pong-v5 or MsPacman-v5; a wrong name gets the nearest"""
+    """one of EnvPool's 104 Atari games, such as Pong-v5; a wrong name is answered with the nearest"""
     frameskip: int = 4
     """game ticks (frames) per step of the agent; the image is the maximum of the last two"""
     episodic_life: bool = True
@@ -1053,8 +1053,8 @@ class Inference:
 
     def unpin(self) -> None:
         """Before the mailbox is freed: CUDA would take whatever lies at its addresses next for it."""
-        for source, _, _ in self.copied:
-            if self.device.type == "cuda":
+        if self.device.type == "cuda":
+            for source, _, _ in self.copied:
                 torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
 
     def run(self, actors: Actors) -> None:

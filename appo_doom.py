@@ -1160,8 +1160,8 @@ class Inference:
 
     def unpin(self) -> None:
         """Before the mailbox is freed: CUDA would take whatever lies at its addresses next for it."""
-        for source, _, _ in self.copied:
-            if self.device.type == "cuda":
+        if self.device.type == "cuda":
+            for source, _, _ in self.copied:
                 torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
 
     def run(self, actors: Actors) -> None:

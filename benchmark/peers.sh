@@ -5,7 +5,7 @@
 #   inputs, as is its default, Sample Factory's example does not. CleanRL at its defaults (8 games, 128 steps, minibatches of 256, four
 #   epochs) and with one epoch; Stable-Baselines3's PPO with the same settings as CleanRL.
 # The first 20 s of each run are warm-up. Machine: 2 cores without a GPU; takes 25 minutes.
-# Expected: Doom 1.8 x Sample Factory; Atari 1.8 x Sample Factory, more of the others.
+# Expected: Doom and Atari 1.7 x Sample Factory, more of the others.
 # Usage: SF_PYTHON=.. CLEANRL_PYTHON=.. CLEANRL=.. SB3_PYTHON=.. benchmark/peers.sh [FOLDER]
 #   SF_PYTHON: see sample_factory.sh
 #   CLEANRL: a checkout of github.com/vwxyzjn/cleanrl (fe8d8a03 was measured); CLEANRL_PYTHON:
