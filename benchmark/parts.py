@@ -3,9 +3,9 @@
     python benchmark/parts.py --family doom --out benchmark/results/parts_doom.json     # 2 workers x 16 games
 
 `bare` is one pinned process per worker that does nothing but step its games and prepare their images: `make_action`, the screen and
-the resize for Doom, `pool.step` and the four copies for Atari. `dummy` is dummy_sampler.py over the same environments. `random` is
-actors, mailbox, pipes, inference thread and rollouts with random actions. All three in alternation, over windows after all games
-have started; shares are of the `bare` in the same round.
+the resize for Doom, `pool.step` and the four copies for Atari. `dummy` is the loop of dummy_sampler.py in the same processes, over the
+same games: ten steps of the one, ten of the other, by the clock, so that the machine's moods meet both. `random` is actors, mailbox,
+pipes, inference thread and rollouts with random actions, in alternation with these processes. Shares are of the `bare` in the same round.
 """
 
 import importlib
@@ -46,57 +46,59 @@ class Options:
     """windows of each kind, in alternation"""
 
 
-def doom_loop(appo, args, counter, barrier, rng) -> None:
-    envs = [appo.DoomEnv(args.env_id, args.frameskip) for _ in range(args.num_envs_per_worker)]
-    buttons = np.eye(envs[0].game.get_available_buttons_size() + 1)[:, 1:].tolist()
-    actions = rng.integers(len(buttons), size=(500, len(envs)))
-    for i, env in enumerate(envs):
-        env.reset(seed=i)
-    barrier.wait()
-    step = 0
+def doom_steps(envs, actions):
+    """Only game, screen and image. Generator: yields how many games were really stepped."""
+    buttons = np.eye(envs.envs[0].game.get_available_buttons_size() + 1)[:, 1:].tolist()
     while True:
-        for i, env in enumerate(envs):
-            if env.game.is_episode_finished():
-                env.game.new_episode()
-            else:
-                env.game.make_action(buttons[actions[step % 500, i]], args.frameskip)
-                counter[0] += 1
-            if not env.game.is_episode_finished():
-                env.read_state()
-                env.observation()
-        step += 1
+        for action in actions:
+            valid = envs.num_envs - np.count_nonzero(envs.ended)
+            for i, env in enumerate(envs.envs):
+                if envs.ended[i]:
+                    env.game.new_episode()
+                else:
+                    env.game.make_action(buttons[action[i]], env.frameskip)
+                envs.ended[i] = env.game.is_episode_finished()
+                if not envs.ended[i]:
+                    env.read_state()
+                    env.observation()
+            yield valid
 
 
-def atari_loop(appo, args, counter, barrier, rng) -> None:
-    n = args.num_envs_per_worker
-    envs = appo.AtariEnvs(args, n)
-    envs.reset(seed=1)
-    pool, image, actions = envs.pool, np.zeros((n, 84, 84, 4), np.uint8), rng.integers(envs.single_action_space.n, size=(500, n))
-    barrier.wait()
-    step, ended = 0, np.zeros(n, bool)
+def atari_steps(envs, actions):
+    ended, image = np.zeros(envs.num_envs, bool), np.zeros((envs.num_envs, 84, 84, 4), np.uint8)
     while True:
-        counter[0] += n - np.count_nonzero(ended)
-        obs, _, terminated, truncated, _ = pool.step(actions[step % 500])
-        for i in range(4):
-            image[..., i] = obs[:, i]
-        ended = terminated | truncated
-        step += 1
+        for action in actions:
+            valid = envs.num_envs - np.count_nonzero(ended)
+            obs, _, terminated, truncated, _ = envs.pool.step(action)
+            for i in range(4):
+                image[..., i] = obs[:, i]
+            ended = terminated | truncated
+            yield valid
 
 
-def bare_worker(family: str, args, core: int, counter, barrier) -> None:
+def bare_worker(family: str, args, core: int, counters, barrier) -> None:
+    """Body of a process. counters: shared, float64 [2, 2], (valid steps, seconds) of the bare loop and of the dummy sampler's."""
     appo = importlib.import_module(f"appo_{family}")
     os.setsid()  # a process group of its own, to be ended with its games
     threading.Thread(target=appo.end_with_parent, daemon=True).start()
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    loop = {"doom": doom_loop, "atari": atari_loop}[family]
-    loop(appo, args, counter.numpy(), barrier, np.random.default_rng(core))
+    envs, counters = appo.make_envs(args, args.num_envs_per_worker), counters.numpy()
+    envs.reset(seed=1000 * core)
+    actions = np.random.default_rng(core).integers(envs.single_action_space.n, size=(500, envs.num_envs))
+    loops = {"doom": doom_steps, "atari": atari_steps}[family](envs, actions), dummy_sampler.valid_steps(envs, list(actions))
+    barrier.wait()
+    while True:
+        for loop, counter in zip(loops, counters):
+            start = time.perf_counter()
+            valid = sum(next(loop) for _ in range(10))
+            counter += valid, time.perf_counter() - start
 
 
-def bare(options: Options, appo, args) -> float:
-    """Frames/s."""
+def bare(options: Options, appo, args) -> list[float]:
+    """Frames/s of the bare loops and of the dummy sampler's."""
     context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
-    counters = [torch.zeros(1, dtype=torch.int64).share_memory_() for _ in range(args.num_workers)]
+    counters = torch.zeros(args.num_workers, 2, 2, dtype=torch.float64).share_memory_()
     barrier = context.Barrier(args.num_workers + 1)
     workers = []
     try:
@@ -105,9 +107,10 @@ def bare(options: Options, appo, args) -> float:
             workers[-1].start()
         barrier.wait(timeout=120)  # raises when a worker has died
         time.sleep(2)
-        before, start = sum(int(counter) for counter in counters), time.perf_counter()
-        time.sleep(options.seconds)
-        return args.frameskip * (sum(int(counter) for counter in counters) - before) / (time.perf_counter() - start)
+        before = counters.clone()
+        time.sleep(2 * options.seconds)
+        steps, seconds = (counters - before).unbind(-1)
+        return (args.frameskip * steps / seconds).sum(0).tolist()
     finally:
         for worker in workers:
             appo.end_group(worker.pid)
@@ -162,8 +165,8 @@ def main() -> None:
     result = dict(machine=dummy_sampler.machine(), command=dummy_sampler.command(), env_id=args.env_id, workers=args.num_workers)
     rates = dict(bare=[], dummy=[], random=[])
     for _ in range(options.repeats):
-        rates["bare"].append(round(bare(options, appo, args)))
-        rates["dummy"].append(dummy_sampler.ceiling(sampling, appo, args)["frames_per_second"])
+        for kind, rate in zip(rates, bare(options, appo, args)):
+            rates[kind].append(round(rate))
         rates["random"].append(dummy_sampler.pipeline(sampling, appo, args, null=False)["frames_per_second"])
     shares = {kind: [round(b / a, 3) for a, b in zip(rates["bare"], rates[kind])] for kind in ("dummy", "random")}
     result["frames_per_second"], result["shares"] = rates, shares

@@ -22,7 +22,7 @@ def edited(folder: Path, name: str, *edits: tuple[str, str], source: Path = ROOT
 def with_envs(folder: Path, name: str, envs: str, *edits: tuple[str, str]) -> Path:
     """`edited`, with the body of make_envs replaced by the source text `envs`, which defines a class Env."""
     text = (ROOT / "appo_doom.py").read_text()
-    body = re.search(r"    one = lambda: DoomEnv.*\n.*\n", text).group(0)
+    body = re.search(r"    return SerialEnvs\(.*\n", text).group(0)
     new = "    return gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)\n"
     return edited(folder, name, (body, new), ("\ndef make_envs(", f"\n{envs}\n\ndef make_envs("), *edits)
 

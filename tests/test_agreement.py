@@ -19,7 +19,7 @@ DIFFERS = {
 # What stands in one file only: of each, the names that begin with one of these.
 ONLY = {
     "appo_doom.py": ("SCREEN", "IMAGE", "VARIABLES", "Scenario", "TURN", "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS", "find_wad",
-                     "unlink_game_files", "DoomEnv", "Args.cfg_path", "Args.__post_init__"),
+                     "unlink_game_files", "DoomEnv", "SerialEnvs", "Args.cfg_path", "Args.__post_init__"),
     "appo_atari.py": ("MACHADO", "AtariEnvs", "Residual", "Args.episodic_life", "Args.noop_max", "Args.fire_reset", "Args.sticky_actions",
                       "Args.full_action_space", "Args.machado", "Args.encoder"),
 }  # fmt: skip

@@ -162,6 +162,74 @@ def test_vector_environment_resets_on_the_next_step():
     envs.close()
 
 
+class Noise(gym.Env):
+    """Random pictures, rewards and ends, which depend on the seed and on the actions."""
+
+    observation_space = gym.spaces.Box(0, 255, (4, 5, 3), np.uint8)
+    action_space = gym.spaces.MultiDiscrete([3, 2])
+    closed = False
+
+    def observation(self):
+        return self.np_random.integers(256, size=(4, 5, 3), dtype=np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation(), {}
+
+    def step(self, action):
+        assert action.shape == (2,)
+        self.np_random.random(action.sum())
+        reward, terminated, truncated = self.np_random.normal(), *(self.np_random.random(2) < 0.1)
+        return self.observation(), reward, terminated, truncated, {"raw_reward": 10 * reward}
+
+    def render(self):
+        return self.observation()
+
+    def close(self):
+        self.closed = True
+
+
+class DictNoise(Noise):
+    observation_space = gym.spaces.Dict(obs=Noise.observation_space, vector=gym.spaces.Box(-1, 1, (2,), np.float32))
+
+    def observation(self):
+        return dict(obs=super().observation(), vector=self.np_random.random(2, np.float32))
+
+    def step(self, action):
+        return *super().step(action)[:4], {}
+
+
+@pytest.mark.parametrize("Env", [Noise, DictNoise])
+def test_vector_environment_does_what_gymnasiums_does(Env):
+    ours = appo_doom.SerialEnvs([Env() for _ in range(3)])
+    theirs = gym.vector.SyncVectorEnv([Env] * 3, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+    for name in ("single_observation_space", "single_action_space", "observation_space", "action_space", "num_envs"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.metadata["autoreset_mode"] == theirs.metadata["autoreset_mode"]
+
+    def parts(observation):
+        return list(observation.values()) if isinstance(observation, dict) else [observation]
+
+    ends = np.zeros(3, int)
+    theirs.action_space.seed(0)
+    for seed in (5, 6):  # the second reset comes in the middle of episodes
+        for mine, other in zip(parts(ours.reset(seed=seed)[0]), parts(theirs.reset(seed=seed)[0])):
+            np.testing.assert_array_equal(mine, other)
+        for _ in range(100):
+            action = theirs.action_space.sample()
+            mine, other = ours.step(action), theirs.step(action)
+            for a, b in zip((*parts(mine[0]), *mine[1:4]), (*parts(other[0]), *other[1:4])):
+                np.testing.assert_array_equal(a, b)
+            raw_reward = other[4].get("raw_reward", np.zeros(3)) if Env is Noise else other[1]  # as `play` would read it
+            np.testing.assert_array_equal(mine[4]["raw_reward"], raw_reward)
+            ends += mine[2] | mine[3]
+    assert ends.min() > 10
+    np.testing.assert_equal(ours.render(), list(theirs.render()))
+    ours.close()
+    ours.close()
+    assert all(env.closed for env in ours.envs)
+
+
 def test_unknown_environment_names_the_nearest():
     with pytest.raises(UserError, match="battle"):
         DoomEnv("battel", 4)
