@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# The alternated table of ladder.md: one flag changed a row, three rounds, frames/s while learning `benchmark`.
-# Machine: 2 cores without a GPU; takes 14 minutes. Expected: 32 games a worker faster, two splits and 8 games slower, the others ties.
-# Usage: benchmark/ladder.sh [FOLDER]
+# The alternated tables of ladder.md: one flag changed a row, three rounds, frames/s while learning `benchmark` (doom) or Breakout (atari).
+# Machine: 2 cores without a GPU; takes 14 (doom) or 18 minutes (atari). Expected: Doom 32 games a worker faster, two splits and 8 games
+# slower, the others ties; for Atari see ladder.md.
+# Usage: benchmark/ladder.sh doom|atari [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-out=$(realpath -m "${1:-runs/ladder}")
-run() {
-    python "$here/../appo_doom.py" --env-id benchmark --num-workers 2 --rollout 32 --batch-size 1024 --device cpu --train-for-seconds 38 \
+family=$1
+out=$(realpath -m "${2:-runs/ladder_$family}")
+case $family in doom) env_id=benchmark ;; atari) env_id=Breakout-v5 ;; *) echo "error: doom or atari" >&2; exit 2 ;; esac
+run() {  # NAME flags
+    python "$here/../appo_$family.py" --env-id $env_id --num-workers 2 --rollout 32 --batch-size 1024 --device cpu --train-for-seconds 38 \
         --total-timesteps 100000000 --train-dir "$out" --experiment "$@" --restart-behavior overwrite
 }
 for round in 1 2 3; do
@@ -16,5 +19,9 @@ for round in 1 2 3; do
     run "games32_$round" --num-envs-per-worker 32
     run "ahead0_$round" --max-batches-ahead 0
     run "threads2_$round" --learner-threads 2
+    if [ $family = atari ]; then
+        run "batch256_$round" --batch-size 256
+        run "plain_$round" --no-normalize-input
+    fi
 done
-python "$here/collect.py" rates "$here/results/ladder.json" "$out"/*_?
+python "$here/collect.py" rates "$here/results/ladder_$family.json" "$out"/*_?
