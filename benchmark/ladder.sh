@@ -5,9 +5,9 @@
 # Usage: benchmark/ladder.sh doom|atari [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-family=$1
+family=${1:?doom or atari}
 out=$(realpath -m "${2:-runs/ladder_$family}")
-case $family in doom) env_id=benchmark ;; atari) env_id=Breakout-v5 ;; *) echo "error: doom or atari" >&2; exit 2 ;; esac
+case $family in doom) env_id=benchmark ;; atari) env_id=Breakout-v5 ;; *) echo "error: doom or atari, not $family" >&2; exit 2 ;; esac
 run() {  # NAME flags
     python "$here/../appo_$family.py" --env-id $env_id --num-workers 2 --rollout 32 --batch-size 1024 --device cpu --train-for-seconds 38 \
         --total-timesteps 100000000 --train-dir "$out" --experiment "$@" --restart-behavior overwrite
