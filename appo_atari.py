@@ -171,7 +171,8 @@ class Args:
     rollout: int = 32
     """steps per rollout (T)"""
     batch_size: int | None = None
-    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 4, from 256 to 8192"""
+    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 4, from 256 to 8192; with
+    sync rows * rollout"""
     num_epochs: int = 1
     """passes over each batch"""
     max_batches_ahead: int = 1

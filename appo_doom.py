@@ -160,7 +160,8 @@ class Args:
     rollout: int = 32
     """steps per rollout (T)"""
     batch_size: int | None = None
-    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2, from 1024 to 8192"""
+    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2, from 1024 to 8192; with
+    sync rows * rollout"""
     num_epochs: int = 1
     """passes over each batch"""
     max_batches_ahead: int = 1
@@ -486,9 +487,9 @@ class DoomEnv(gym.Env):
 
 
 class SerialEnvs(gym.vector.VectorEnv):
-    """Environments stepped one after the other: Gymnasium's `SyncVectorEnv` in NEXT_STEP mode, but without the time that
-    one takes for every environment and step, 3.5 % of Doom's (benchmark/ladder.md). The observations that `reset` and
-    `step` return are overwritten by the next of them; `info` keeps `raw_reward` alone."""
+    """Environments stepped one after the other: Gymnasium's `SyncVectorEnv` in NEXT_STEP mode at half of the time that
+    it adds, 3.5 % of Doom's (benchmark/ladder.md). The observations that `reset` and `step` return are overwritten by
+    the next of them; `info` has `raw_reward` and `game_over`, see `make_envs`, and nothing else."""
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
 
@@ -514,16 +515,17 @@ class SerialEnvs(gym.vector.VectorEnv):
 
     def step(self, actions: np.ndarray):
         reward, raw_reward = np.zeros((2, self.num_envs))
-        terminated, truncated = np.zeros((2, self.num_envs), bool)
+        terminated, truncated, game_over = np.zeros((3, self.num_envs), bool)
         for i, env in enumerate(self.envs):
             if self.ended[i]:
                 observation, _ = env.reset()
             else:
                 observation, reward[i], terminated[i], truncated[i], info = env.step(actions[i])
                 raw_reward[i] = info.get("raw_reward", reward[i])
+                game_over[i] = info.get("game_over", terminated[i] or truncated[i])
             self.write(i, observation)
         self.ended = terminated | truncated
-        return self.observation, reward, terminated, truncated, {"raw_reward": raw_reward}
+        return self.observation, reward, terminated, truncated, dict(raw_reward=raw_reward, game_over=game_over)
 
     def render(self) -> list[np.ndarray]:
         return [env.render() for env in self.envs]

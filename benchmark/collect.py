@@ -4,7 +4,7 @@
     python benchmark/collect.py rates OUT.json FOLDER...   # frames/s, medians by system, ratios
     python benchmark/collect.py throughput OUT.json FOLDER...   # the same beside the ceiling in FOLDER.json
 
-A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates, SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
+A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates (without FAMILY no ratios), SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
 
 Seconds of a curve count from a run's first line of log to each report, so they include the start of the games. Rates leave out the
 first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its reward scale.
@@ -16,12 +16,18 @@ import json
 import re
 import statistics
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dummy_sampler import machine  # noqa: E402
 
 SF_SCALE = {"doom_basic": 0.01}  # of the return that Sample Factory logs
+
+
+def machine_and_engines() -> dict[str, str | int]:
+    """With the commit and the date of now: collect before anything else is checked out."""
+    return machine() | {name: version(name) for name in ("vizdoom", "envpool")}
 
 
 def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tuple[float, int, float | None]]:
@@ -76,7 +82,7 @@ def main() -> None:
     kind, out, folders = sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]]
     if kind == "curves":
         with open(out, "w", newline="") as file:
-            file.write("# " + json.dumps(machine()) + "\n")
+            file.write("# " + json.dumps(machine_and_engines()) + "\n")
             writer = csv.writer(file)
             writer.writerow(["run", "seconds", "step", "return"])
             for folder in folders:
@@ -105,7 +111,7 @@ def main() -> None:
             row["ceiling"].append(ceiling["frames_per_second"])
         rows = [table[key] for key in sorted(table)]
         text = ",\n  ".join(json.dumps(row) for row in rows)
-        out.write_text(f'{{"machine": {json.dumps(machine())},\n "frames_per_second": [\n  {text}\n]}}\n')
+        out.write_text(f'{{"machine": {json.dumps(machine_and_engines())},\n "frames_per_second": [\n  {text}\n]}}\n')
         print(text)
         return
     systems = {}
@@ -117,7 +123,7 @@ def main() -> None:
         ours = f"{name.split('_')[0]}_ours"
         if name != ours and ours in medians:
             ratios[name] = round(medians[ours] / value, 2)
-    out.write_text(json.dumps(dict(machine=machine(), medians=medians, ratios=ratios, runs=rates), indent=2) + "\n")
+    out.write_text(json.dumps(dict(machine=machine_and_engines(), medians=medians, ratios=ratios, runs=rates), indent=2) + "\n")
     print(json.dumps(dict(medians=medians, ratios=ratios)))
 
 

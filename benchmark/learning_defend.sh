@@ -7,17 +7,20 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-runs/learning_defend}")
 mkdir -p "$out"
-python "$here/../appo_doom.py" --env-id defend_the_center --num-workers 2 --total-timesteps 2000000 --train-dir "$out" --experiment ours_1 &
+soak="$out/soak.csv"
+python "$here/../appo_doom.py" --env-id defend_the_center --num-workers 2 --total-timesteps 2000000 --train-dir "$out" --experiment ours_1 \
+    --restart-behavior overwrite &
 run=$!
 tree() { echo "$1"; local child; for child in $(pgrep -P "$1"); do tree "$child"; done; }  # every process below, games included
-echo "# commit $(git -C "$here" rev-parse --short HEAD), $(nproc) cores, $(date +%F)" > "$here/results/soak.csv"
-echo "minutes,main_rss_mib,tree_rss_mib,main_descriptors,processes,shm_kib" >> "$here/results/soak.csv"
+echo "# commit $(git -C "$here" rev-parse --short HEAD), $(nproc) cores, $(date +%F)" > "$soak"
+echo "minutes,main_rss_mib,tree_rss_mib,main_descriptors,processes,shm_kib" >> "$soak"
 for ((minute = 1; ; minute++)); do
     for _ in $(seq 60); do sleep 1; kill -0 $run 2> /dev/null || break 2; done
     pids=$(tree $run)
     rss=$(awk '/VmRSS/ {print int($2 / 1024)}' /proc/$run/status) || break   # it has just ended
     all=$(ps -o rss= -p $(echo $pids | tr ' ' ,) | awk '{sum += $1} END {print int(sum / 1024)}')
-    echo "$minute,$rss,$all,$(ls /proc/$run/fd | wc -l),$(echo $pids | wc -w),$(du -sk /dev/shm | cut -f1)" >> "$here/results/soak.csv"
+    echo "$minute,$rss,$all,$(ls /proc/$run/fd | wc -l),$(echo $pids | wc -w),$(du -sk /dev/shm | cut -f1)" >> "$soak"
 done
 wait $run
+cp "$soak" "$here/results/soak.csv"
 python "$here/collect.py" curves "$here/results/learning_defend.csv" "$out/ours_1"

@@ -78,9 +78,9 @@ def peers_table() -> str:
     for system, name in PEERS.items():
         if system in result["medians"]:
             rates = [run["frames_per_second"] for key, run in result["runs"].items() if key.rsplit("_", 1)[0] == system]
-            ratio = result["ratios"].get(system)
-            family = {"doom": "Doom", "atari": "Atari"}[system.split("_")[0]]
-            rows.append([family, name, numbers(rates), f"**{result['medians'][system]:,.0f}**", f"{ratio:.1f} x" if ratio else ""])
+            family, median = system.split("_")[0], result["medians"][system]
+            ratio = f"{result['medians'][f'{family}_ours'] / median:.1f} x" if system in result["ratios"] else ""
+            rows.append([{"doom": "Doom", "atari": "Atari"}[family], name, numbers(rates), f"**{median:,.0f}**", ratio])
     return table(["", "", "frames/s, three runs", "median", "ours / peer"], rows)
 
 

@@ -180,7 +180,8 @@ class Noise(gym.Env):
         assert action.shape == (2,)
         self.np_random.random(action.sum())
         reward, terminated, truncated = self.np_random.normal(), *(self.np_random.random(2) < 0.1)
-        return self.observation(), reward, terminated, truncated, {"raw_reward": 10 * reward}
+        info = {"raw_reward": 10 * reward, "game_over": bool(terminated and self.np_random.random() < 0.5)}
+        return self.observation(), reward, terminated, truncated, info
 
     def render(self):
         return self.observation()
@@ -222,6 +223,7 @@ def test_vector_environment_does_what_gymnasiums_does(Env):
                 np.testing.assert_array_equal(a, b)
             raw_reward = other[4].get("raw_reward", np.zeros(3)) if Env is Noise else other[1]  # as `play` would read it
             np.testing.assert_array_equal(mine[4]["raw_reward"], raw_reward)
+            np.testing.assert_array_equal(mine[4]["game_over"], other[4].get("game_over", np.zeros(3)) if Env is Noise else other[2] | other[3])
             ends += mine[2] | mine[3]
     assert ends.min() > 10
     np.testing.assert_equal(ours.render(), list(theirs.render()))
