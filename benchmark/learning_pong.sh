@@ -2,7 +2,7 @@
 # The curves of Pong, one seed, default flags and (shorter) without normalised pixels, beside CleanRL's published one of
 # ppo_atari_envpool.py (results/cleanrl_pong.csv, read off the figure in its documentation). Started again it goes on where it was
 # stopped; the first means after that are of few, short games.
-# Machine: 2 cores without a GPU; takes 35 minutes. Expected: a mean return of 18 after about 1 million steps.
+# Machine: 2 cores without a GPU; takes 50 minutes. Expected: a mean return of 18 after 1 to 2 million steps.
 # Usage: benchmark/learning_pong.sh [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -12,6 +12,6 @@ run() {  # NAME flags
         --train-dir "$out" --experiment "$@"
     touch "$out/$1/finished"
 }
-run ours_1 --total-timesteps 1250000
+run ours_1 --total-timesteps 2000000
 run plain_1 --total-timesteps 360000 --no-normalize-input
 python "$here/collect.py" curves "$here/results/learning_pong.csv" "$out/ours_1" "$out/plain_1"
