@@ -157,7 +157,8 @@ class Args:
     CUDA; 1 without, where waiting frees a core for the network and larger inference batches are worth more; 1 when the
     games are in this process"""
     set_workers_cpu_affinity: bool = True
-    """pin each worker and its games to one core"""
+    """pin each worker and its games to one core, the first to the first. For several runs at once turn it off, or give
+    each of them cores of its own with taskset"""
     sync: bool = False
     """collection waits for learning, so that the first minibatch of an iteration has lag 0: the baseline"""
     actor_timeout: float = 120.0
@@ -463,6 +464,15 @@ class Rollouts:
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
         self.versions = np.zeros((T, slots), np.int64)  # that chose actions[t]
+
+
+def slots_needed(args: Args) -> int:
+    """Room for what is filled and what waits for the learner, and never so little that they wait for each other."""
+    W, B = max(1, args.num_workers), args.batch_size // args.rollout
+    rows, n = W * args.num_envs_per_worker, args.num_envs_per_worker // args.worker_num_splits
+    # An actor that waits for one split's actions does not step the others. So when nothing moves, up to rows - W * n
+    # slots are FILLING and B - 1 with the learner; a group, which takes its n slots at once, must still find them.
+    return max(rows + args.max_batches_ahead * B, B + rows - (W - 1) * n)
 
 
 def mebibytes(memory: Mailbox | Rollouts) -> float:
@@ -987,6 +997,7 @@ def wait_event(event: torch.cuda.Event | None) -> None:
 
 def own_stream(device: torch.device, threads: int):
     """Context of a thread that computes: its number of CPU threads and a CUDA stream of its own."""
+    torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
     torch.set_num_threads(threads)
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -1546,9 +1557,7 @@ def train(typed: Args, folder: Path) -> int:
             tqdm.write(text)
 
     agent = Agent(spaces, args).to(device)
-    # Room for what is filled and what waits; when every group waits for slots, a batch must be full (a group takes its
-    # slots at once).
-    slots = max(rows + args.max_batches_ahead * B, B + args.num_envs_per_worker // args.worker_num_splits)
+    slots = slots_needed(args)
     rollouts = Rollouts(spaces, T, slots, agent.state_size, device)
     acting = ActingPolicy(agent, 0, device)
     full, free, actors = queue.SimpleQueue(), queue.SimpleQueue(), None
@@ -1659,7 +1668,7 @@ def main() -> int:
     try:
         args, folder = parse_args()
         if args.evaluate:
-            evaluate(resolve(args), folder)
+            evaluate(resolve(replace(args, sync=False, batch_size=None)), folder)  # which only training must fit
             return 0
         return train(args, folder)
     except UserError as error:

@@ -1,6 +1,7 @@
 """V-trace, the loss and the network against slow, direct evaluations. Runs for every file that holds a copy."""
 
 import importlib
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +236,29 @@ def test_a_far_off_policy_sample_has_a_finite_gradient(appo):
     loss, _ = appo.appo_loss(args, agent, batch)
     loss.backward()
     assert torch.isfinite(loss) and all(torch.isfinite(p.grad).all() for p in agent.parameters())
+
+
+def test_every_thread_has_its_own_number_of_cpu_threads(appo):
+    before, found, device = torch.get_num_threads(), [], torch.device("cpu")
+    chosen, changed = threading.Event(), threading.Event()
+
+    def inference():
+        with appo.own_stream(device, 1):
+            chosen.set()
+            changed.wait()
+            torch.zeros(100_000).add_(1)
+            found.append(torch.get_num_threads())
+
+    try:
+        thread = threading.Thread(target=inference)
+        thread.start()
+        chosen.wait()
+        appo.own_stream(device, 2)  # the learner's, afterwards
+        changed.set()
+        thread.join()
+        assert found == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_sampling_follows_the_policy(appo):

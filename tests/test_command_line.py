@@ -71,7 +71,8 @@ def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, 
     assert after["global_step"] > before["global_step"] and after["version"] > before["version"]
     assert after["optimizer"]["param_groups"][0]["lr"] == 0.0002
 
-    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--save-video", script=script)
+    other_machine = ("--sync", "--num-workers", "3")  # whose rows the batch does not fit: evaluation must not care
+    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--save-video", *other_machine, script=script)
     assert r.wait(90) == 0
     assert re.search(r"3 episodes, sampled actions, step [\d,]+: return -?[\d.]+ \+- [\d.]+", r.text())
     import imageio.v2 as imageio

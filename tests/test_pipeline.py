@@ -48,7 +48,7 @@ def appo(tmp_path_factory):
 class Pipeline:
     """Actors and the inference thread, with the test in the place of the learner."""
 
-    def __init__(self, appo, **settings):
+    def __init__(self, appo, slots: int | None = None, **settings):
         torch.manual_seed(0)
         settings = (
             dict(num_workers=2, num_envs_per_worker=4, worker_num_splits=2, rollout=5, batch_size=20, hidden_size=32)
@@ -60,11 +60,12 @@ class Pipeline:
         self.spaces = appo.spaces_of(envs)
         self.rows = args.num_workers * args.num_envs_per_worker
         self.agent = appo.Agent(self.spaces, args)
-        self.rollouts = appo.Rollouts(self.spaces, args.rollout, 2 * self.rows, self.agent.state_size, device)
+        slots = slots or 2 * self.rows
+        self.rollouts = appo.Rollouts(self.spaces, args.rollout, slots, self.agent.state_size, device)
         self.acting = appo.ActingPolicy(self.agent, 0, device)
         self.mailbox = appo.Mailbox(self.spaces, self.rows, args.num_workers)
         self.full, self.free, self.log = queue.SimpleQueue(), queue.SimpleQueue(), []
-        self.free.put((np.arange(2 * self.rows), None))
+        self.free.put((np.arange(slots), None))
         self.inference = appo.Inference(args, self.mailbox, self.rollouts, self.acting, device, self.full, self.free)
         self.inference.episodes = deque()  # all of them instead of the last 100
 
@@ -195,6 +196,20 @@ def test_back_pressure(appo):
                 if me in last:
                     np.testing.assert_array_equal(last[me]["obs"][-1], rollout["obs"][0])
                 last[me] = rollout
+
+
+def test_slots_are_enough_when_a_batch_must_be_full_first(appo):
+    """Two splits, and no batch ahead: actors that wait for one split hold the slots of the other."""
+    settings = dict(num_workers=1, num_envs_per_worker=6, worker_num_splits=2, rollout=5, batch_size=40, max_batches_ahead=0)
+    slots = appo.slots_needed(appo.resolve(appo.Args(device="cpu", **settings)))
+    with Pipeline(appo, slots, **settings) as pipeline:
+        waiting = []
+        for batch in range(20):
+            while len(waiting) < 8:  # as the learner: slots come back a whole batch at a time
+                waiting.extend(pipeline.full.get(timeout=30)[0])
+            pipeline.free.put((np.array(waiting[:8]), None))
+            pipeline.actors.wake()
+            waiting = waiting[8:]
 
 
 def test_a_killed_actor_breaks_one_transition_and_no_more(appo):
