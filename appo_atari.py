@@ -15,7 +15,7 @@
 
     python appo_atari.py --env-id Breakout-v5
 
-On 2 cores of an AMD EPYC (Zen 3, no GPU) the bare command brings Breakout to a mean return of 347 in 6 million steps,
+On 2 cores of an AMD EPYC (Zen 3, no GPU) the bare command reaches a mean return of 347 in Breakout at 6 million steps,
 and `--env-id Pong-v5` reaches 18 after 0.98 million (one seed each, 2026-11-21; benchmark/learning_*.sh).
 
 A deliberate edit of appo_doom.py. What differs: the games' flags and other defaults in `Args`, `AtariEnvs`, the
@@ -1058,7 +1058,7 @@ class Inference:
             if device.type == "cuda":  # pinned, so that copies to the device run beside the host
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        self.episodes: deque[list[float]] = deque(maxlen=100)  # the last finished ones, as in Mailbox.episode
+        self.episodes: deque[list[float]] = deque(maxlen=100)  # see Learner
         self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
@@ -1181,6 +1181,9 @@ class Learner:
         self.global_step = 0  # valid transitions received
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
+        # The last finished ones, as in Mailbox.episode; inference adds them. Kept over a resume: the games that end
+        # first after it are short ones, whose mean could pass for a best return.
+        self.episodes: deque[list[float]] = deque(maxlen=100)
         self.waited = self.learned = 0.0  # seconds without full slots, and at work
         B = args.batch_size // args.rollout
         # A batch is gathered into the same memory each time: fresh pages would cost more than the copy
@@ -1195,6 +1198,7 @@ class Learner:
         self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
         self.best_return = checkpoint["best_return"]
+        self.episodes.extend(checkpoint["episodes"])
         self.acting.publish(self.agent, self.version)
 
     def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
@@ -1263,7 +1267,7 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     path.parent.mkdir(exist_ok=True)
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
-                   args=asdict(learner.args))  # fmt: skip
+                   episodes=list(learner.episodes), args=asdict(learner.args))  # fmt: skip
     temporary = path.with_name("saving.tmp")
     with open(temporary, "wb") as file:
         torch.save(content, file)
@@ -1575,6 +1579,7 @@ def train(typed: Args, folder: Path) -> int:
     mailbox = Mailbox(spaces, rows, max(1, W))
     free.put((np.arange(slots), None))
     inference = Inference(args, mailbox, rollouts, acting, device, full, free)
+    inference.episodes = learner.episodes
 
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
     # A resumed run starts from what was typed and resolves again: it may be on another machine.

@@ -1213,7 +1213,7 @@ class Inference:
             if device.type == "cuda":  # pinned, so that copies to the device run beside the host
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        self.episodes: deque[list[float]] = deque(maxlen=100)  # the last finished ones, as in Mailbox.episode
+        self.episodes: deque[list[float]] = deque(maxlen=100)  # see Learner
         self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
@@ -1336,6 +1336,9 @@ class Learner:
         self.global_step = 0  # valid transitions received
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
+        # The last finished ones, as in Mailbox.episode; inference adds them. Kept over a resume: the games that end
+        # first after it are short ones, whose mean could pass for a best return.
+        self.episodes: deque[list[float]] = deque(maxlen=100)
         self.waited = self.learned = 0.0  # seconds without full slots, and at work
         B = args.batch_size // args.rollout
         # A batch is gathered into the same memory each time: fresh pages would cost more than the copy
@@ -1350,6 +1353,7 @@ class Learner:
         self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
         self.best_return = checkpoint["best_return"]
+        self.episodes.extend(checkpoint["episodes"])
         self.acting.publish(self.agent, self.version)
 
     def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
@@ -1418,7 +1422,7 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     path.parent.mkdir(exist_ok=True)
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
-                   args=asdict(learner.args))  # fmt: skip
+                   episodes=list(learner.episodes), args=asdict(learner.args))  # fmt: skip
     temporary = path.with_name("saving.tmp")
     with open(temporary, "wb") as file:
         torch.save(content, file)
@@ -1729,6 +1733,7 @@ def train(typed: Args, folder: Path) -> int:
     mailbox = Mailbox(spaces, rows, max(1, W))
     free.put((np.arange(slots), None))
     inference = Inference(args, mailbox, rollouts, acting, device, full, free)
+    inference.episodes = learner.episodes
 
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
     # A resumed run starts from what was typed and resolves again: it may be on another machine.

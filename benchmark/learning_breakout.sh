@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The curve of Breakout, one seed, default flags, beside CleanRL's published one of ppo_atari_envpool.py (results/cleanrl_breakout.csv, read off
-# the figure in its documentation). Started again it goes on where it was stopped; the first means after that are of few, short games.
+# the figure in its documentation). Started again it goes on where it was stopped.
 # Machine: 2 cores without a GPU; takes 2 hours. Expected: a mean return of 200 after about 3 million steps, 340 at the end.
 # Usage: benchmark/learning_breakout.sh [FOLDER]
 set -euo pipefail

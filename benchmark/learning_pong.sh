@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The curves of Pong, one seed, default flags and (shorter) without normalised pixels, beside CleanRL's published one of
 # ppo_atari_envpool.py (results/cleanrl_pong.csv, read off the figure in its documentation). Started again it goes on where it was
-# stopped; the first means after that are of few, short games.
+# stopped.
 # Machine: 2 cores without a GPU; takes 50 minutes. Expected: a mean return of 18 after 1 to 2 million steps.
 # Usage: benchmark/learning_pong.sh [FOLDER]
 set -euo pipefail
