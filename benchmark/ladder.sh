@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The alternated tables of ladder.md: one flag changed a row, three rounds, frames/s while learning `benchmark` (doom) or Breakout (atari).
-# Machine: 2 cores without a GPU; takes 14 (doom) or 18 minutes (atari). Expected: Doom 32 games a worker faster, two splits and 8 games
-# slower, the others ties; for Atari see ladder.md.
+# Machine: 2 cores without a GPU; takes 16 (doom) or 21 minutes (atari). Expected: Doom 32 games a worker faster, two splits and 8 games
+# slower, the others ties; Atari two splits, 8 games and two learner threads slower, the others ties.
 # Usage: benchmark/ladder.sh doom|atari [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The parts of the pipeline measured alone, for each family, and what the pipeline carries when environments cost nothing.
-# Machine: 2 cores without a GPU; takes 25 minutes. Expected: the dummy sampler at 94 % (Doom) to 99 % of bare loops, 10 % either way.
+# Machine: 2 cores without a GPU; takes 25 minutes. Expected: the dummy sampler at 97 % (Doom) to 99 % of bare loops, random actions at
+# 80 %, 10 % either way.
 # Usage: benchmark/parts.sh
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
