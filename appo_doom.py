@@ -1733,7 +1733,7 @@ def train(typed: Args, folder: Path) -> int:
     mailbox = Mailbox(spaces, rows, max(1, W))
     free.put((np.arange(slots), None))
     inference = Inference(args, mailbox, rollouts, acting, device, full, free)
-    inference.episodes = learner.episodes
+    inference.episodes = learner.episodes  # one list: inference adds to it, a checkpoint keeps it
 
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
     # A resumed run starts from what was typed and resolves again: it may be on another machine.
@@ -1827,7 +1827,7 @@ def main() -> int:
     try:
         args, folder = parse_args()
         if args.evaluate:
-            evaluate(resolve(replace(args, sync=False, batch_size=None)), folder)  # which only training must fit
+            evaluate(resolve(replace(args, sync=False, batch_size=None)), folder)  # only training must fit the rows
             return 0
         return train(args, folder)
     except UserError as error:
