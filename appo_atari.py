@@ -26,8 +26,8 @@ networks in `Agent`, and no engine processes to look after. All else is the same
      | step the envs of split s      | -----------------> | inference thread                         |
      | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
      | the mailbox rows of group g   | <----------------- |   into the rollouts, forward, sample,    |
-     | (meanwhile split 1-s waits    |  reply: 1 byte     |   write actions into the mailbox         |
-     |  for its actions)             |                    +------------------------------------------+
+     | (meanwhile the other split    |  reply: byte s     |   write actions into the mailbox         |
+     |  waits for its actions)       |                    +------------------------------------------+
      +-------------------------------+                       | full slots                ^ free slots
                                                           +------------------------------------------+
                                                           | learner (main thread)                    |
@@ -38,8 +38,9 @@ networks in `Agent`, and no engine processes to look after. All else is the same
 
 Words: a *row* is one environment's endless stream of experience; a *group* is the rows of one split of one worker,
 which ask for actions together; a *slot* is room for one rollout (T steps of one row); a *batch* is B rollouts; a *step*
-is one decision of the agent and a *frame* one tick of the game (frames = steps x frameskip); the *version* counts
-optimiser steps, and the *lag* of a sample is the learner's version minus the version that chose its action.
+is one decision of the agent and a *frame* one tick of the game (frames = steps x frameskip). Every policy that is
+published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
+that chose its action.
 
 Time, the one rule that everything follows from. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -62,8 +63,10 @@ import fcntl
 import json
 import math
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import queue
+import random
 import shutil
 import signal
 import struct
@@ -97,128 +100,80 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # --- run
-    env_id: str = "Breakout-v5"
-    """one of EnvPool's 104 Atari games, such as Pong-v5; a wrong name is answered with the nearest"""
-    frameskip: int = 4
-    """game ticks (frames) per step of the agent; the image is the maximum of the last two"""
-    episodic_life: bool = True
-    """a lost life ends an episode, but not the game: scores are of whole games"""
-    noop_max: int = 30
-    """each episode begins with at most this many no-ops of one frame, one of them FIRE with `fire_reset`"""
-    fire_reset: bool = True
-    """each episode of a game that has a FIRE button begins with it"""
-    sticky_actions: float = 0.0
-    """probability that the game repeats its last action instead of taking the new one"""
-    full_action_space: bool = False
-    """all 18 actions instead of the game's own"""
+    env_id: str = "Breakout-v5"  # one of EnvPool's 104 Atari games; a wrong name is answered with the nearest
+    frameskip: int = 4  # game ticks (frames) per step of the agent; the image is the maximum of the last two
+    episodic_life: bool = True  # a lost life ends an episode, but not the game: scores are of whole games
+    noop_max: int = 30  # most no-ops of one frame that an episode begins with, one of them FIRE with `fire_reset`
+    fire_reset: bool = True  # each episode of a game that has a FIRE button begins with it
+    sticky_actions: float = 0.0  # probability that the game repeats its last action instead of taking the new one
+    full_action_space: bool = False  # all 18 actions instead of the game's own
     machado: bool = False
     """what Machado et al. (2018) recommend, instead of the five flags above: whole games, sticky actions 0.25, all 18
     actions, no FIRE and only the one no-op that EnvPool always plays"""
-    exp_name: str = "appo_atari"
-    """the first part of the name of a new experiment"""
-    seed: int = 1
-    """seed of the network, of the action sampling and of the games"""
-    total_timesteps: int = 10_000_000
-    """stop after this many steps of the agent (frames / frameskip), all sessions of the experiment together"""
-    train_for_seconds: float | None = None
-    """stop after this many seconds of this session"""
-    device: str = "auto"
-    """cpu, cuda or cuda:1; auto takes cuda where there is one"""
+    seed: int = 1  # of the network, of the action sampling and of the games
+    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip), all sessions together
+    train_for_seconds: float | None = None  # stop after this many seconds of this session
+    device: str = "auto"  # cpu, cuda or cuda:1; auto takes cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the encoder; auto is bfloat16 on GPUs from Ampere on and on CPUs with AVX512-BF16 or AMX"""
-    experiment: str | None = None
-    """name of the run's folder below train_dir; an existing one is resumed. Default: a fresh name"""
-    train_dir: str = "train_dir"
-    """where experiments are kept"""
-    restart_behavior: Literal["resume", "restart", "overwrite"] = "resume"
-    """what happens when `experiment` exists: go on with it, put it aside under another name, or delete it"""
-    save_every_sec: float = 120.0
-    """seconds between checkpoints"""
-    keep_checkpoints: int = 2
-    """how many of the latest checkpoints are kept"""
-    evaluate: bool = False
-    """play with a checkpoint of `experiment` instead of training"""
-    eval_episodes: int = 100
-    """number of episodes to play"""
-    eval_deterministic: bool = False
-    """play the likeliest action instead of a sampled one"""
-    load_checkpoint_kind: Literal["latest", "best"] = "latest"
-    """which checkpoint to play with"""
-    save_video: bool = False
-    """write the first minute of one game's episodes to <experiment>/video.mp4"""
+    """of the encoder; auto is bfloat16 where the GPU, or the CPU (AVX512-BF16, AMX), computes in it"""
+    experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
+    train_dir: str = "train_dir"  # where experiments are kept
+    save_every_sec: float = 120.0  # seconds between checkpoints
+    keep_checkpoints: int = 2  # how many of the latest checkpoints are kept
+    evaluate: bool = False  # play with a checkpoint of `experiment` instead of training
+    eval_episodes: int = 100  # number of episodes to play
+    eval_deterministic: bool = False  # play the likeliest action instead of a sampled one
+    load_checkpoint_kind: Literal["latest", "best"] = "latest"  # which checkpoint to play with
+    save_video: bool = False  # write the first minute of one game's episodes to <experiment>/video.mp4
 
     # --- sampling
     num_workers: int | None = None
     """actor processes. Default: the cores this process may use. 0: games in this process, to debug (implies sync)"""
-    num_envs_per_worker: int = 16
-    """games per worker"""
+    num_envs_per_worker: int = 16  # games per worker
     worker_num_splits: int | None = None
-    """parts that a worker's games are stepped in: while one waits for actions the next one is stepped. Default: 2 with
-    CUDA; 1 without, where waiting frees a core for the network and larger inference batches are worth more; 1 when the
-    games are in this process"""
+    """parts that a worker's games are stepped in: while one waits for actions another is stepped. Default: 2 with CUDA
+    and an even number of games; else 1: without CUDA a worker that waits frees a core for the network"""
     set_workers_cpu_affinity: bool = True
-    """pin each worker and its games to one core, the first to the first. For several runs at once turn it off, or give
-    each of them cores of its own with taskset"""
-    sync: bool = False
-    """collection waits for learning, so that the first minibatch of an iteration has lag 0: the baseline"""
-    actor_timeout: float = 120.0
-    """seconds without progress after which a worker counts as hung and is replaced"""
-    inference_threads: int | None = None
-    """CPU threads of the inference thread's network. Default: by the number of cores"""
-    learner_threads: int | None = None
-    """CPU threads of the learner. Default: by the number of cores"""
+    """pin each worker and its games to one core, the first to the first; not where a container's CPU quota is below its
+    number of cores. For several runs at once turn it off, or give each of them cores of its own with taskset"""
+    sync: bool = False  # collection waits for learning: an iteration begins with lag 0. The baseline
+    actor_timeout: float = 120.0  # a worker hangs when a step, or the start of one game, takes more seconds than this
+    inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
+    learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
 
     # --- algorithm
-    rollout: int = 32
-    """steps per rollout (T)"""
+    rollout: int = 32  # steps per rollout (T)
     batch_size: int | None = None
     """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 4, from 256 to 8192; with
     sync rows * rollout"""
-    num_epochs: int = 1
-    """passes over each batch"""
-    max_batches_ahead: int = 1
-    """batches that may be collected ahead of the learner; more hides jitter and adds lag"""
-    max_policy_lag: int = 100
-    """samples chosen by a policy at least this many versions old are left out of the losses"""
-    learning_rate: float = 2.5e-4
-    """of Adam"""
-    gamma: float = 0.99
-    """discount per step"""
-    vtrace_rho: float = 1.0
-    """V-trace's clip of the importance weight of a temporal difference (rho bar)"""
-    vtrace_c: float = 1.0
-    """V-trace's clip of the trace (c bar)"""
-    vtrace_lambda: float = 0.95
-    """decay of the trace, as in GAE; 1 is the V-trace of the paper"""
-    clip_coef: float = 0.1
-    """PPO: the ratio is clipped to [1/(1+e), 1+e]"""
-    ppo_clip_value: float = 0.1
-    """PPO: the value may move this far from the one at acting time"""
-    vf_coef: float = 0.5
-    """coefficient of the value loss"""
+    num_epochs: int = 1  # passes over each batch
+    max_batches_ahead: int = 1  # batches collected ahead of the learner; more hides jitter and adds lag
+    max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
+    learning_rate: float = 2.5e-4  # of Adam
+    gamma: float = 0.99  # discount per step
+    vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
+    vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
+    vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 is the V-trace of the paper
+    clip_coef: float = 0.1  # PPO: the ratio is clipped to [1/(1+e), 1+e]
+    ppo_clip_value: float = 0.1  # PPO: the value may move this far from the one at acting time
+    vf_coef: float = 0.5  # coefficient of the value loss
     exploration_loss: Literal["entropy", "symmetric_kl"] = "entropy"
     """reward for entropy, or penalty for the symmetric KL divergence from the uniform policy"""
-    ent_coef: float = 0.01
-    """coefficient of the exploration loss"""
-    max_grad_norm: float = 0.5
-    """gradients are scaled down to this norm; 0 turns it off"""
-    reward_scale: float = 1.0
-    """rewards are multiplied by this"""
-    reward_clip: float = 1.0
-    """then clipped to +- this"""
+    ent_coef: float = 0.01  # coefficient of the exploration loss
+    max_grad_norm: float = 0.5  # gradients are scaled down to this norm; 0 turns it off
+    reward_scale: float = 1.0  # rewards are multiplied by this
+    reward_clip: float = 1.0  # then clipped to +- this
     normalize_input: bool = True
     """normalise every pixel by its running mean and variance, so that a small ball stands out; off: pixels / 255"""
     encoder: Literal["nature", "impala"] = "nature"
     """the convolutions of Mnih et al. (2015), or the residual ones of Espeholt et al. (2018)"""
-    rnn_type: Literal["gru", "lstm", "none"] = "none"
-    """the recurrent core"""
-    hidden_size: int = 512
-    """units of the encoder's last layer and of the recurrent core"""
+    rnn_type: Literal["gru", "lstm", "none"] = "none"  # the recurrent core
+    hidden_size: int = 512  # units of the encoder's last layer and of the recurrent core
 
 
-# The lowest and highest values of numbers, where they are not 1 (whole numbers) or 0.0, and infinity
+# The range of a number, where it is not 1 (whole numbers) or 0.0 to infinity. A reply byte has 256 values
 LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
-HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, sticky_actions=1.0, seed=2**31 - 1)
+HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, sticky_actions=1.0, seed=2**31 - 1, worker_num_splits=256)
 BATCH_SHARE, SMALLEST_BATCH = 4, 256  # the default batch is near this part of a rollout of every row
 
 
@@ -226,13 +181,14 @@ class UserError(Exception):
     """Something the user can mend; printed as one line, without a traceback."""
 
 
-def cores() -> list[int]:
-    """The cores that this process may use: its affinity mask, cut to the container's CPU quota (cgroup v2)."""
-    allowed = sorted(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        allowed = allowed[: max(1, int(quota) // int(period))]
-    return allowed
+def cpu_quota() -> float:
+    """How many cores' time this process's container may use (cgroup v2, else v1); infinity without a limit."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max" instead of a number
+            quota, period = map(int, " ".join(Path("/sys/fs/cgroup", name).read_text() for name in names).split())
+            if quota > 0:
+                return quota / period
+    return float("inf")
 
 
 def resolve(args: Args) -> Args:
@@ -250,16 +206,23 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--device {args.device} is no device for this; cpu, cuda or cuda:1")
     if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
         raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {count} CUDA devices")
-    n, cpu = len(cores()), kind == "cpu"
+    cpu, in_mask, quota = kind == "cpu", len(os.sched_getaffinity(0)), cpu_quota()
     if args.precision == "auto":
         if cpu:
             capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
         else:
-            capable = torch.cuda.get_device_capability(args.device) >= (8, 0)  # older ones only emulate it
+            with torch.cuda.device(args.device):
+                capable = torch.cuda.is_bf16_supported(including_emulation=False)
         args.precision = "bfloat16" if capable else "float32"
+    n = max(1, int(min(in_mask, quota)))
+    if quota < in_mask:  # the other containers of this machine would pin their workers to the same cores
+        args.set_workers_cpu_affinity = False
     args.num_workers = n if args.num_workers is None else args.num_workers
     args.sync |= args.num_workers == 0
-    args.worker_num_splits = 1 if args.num_workers == 0 else args.worker_num_splits or (1 if cpu else 2)
+    if args.num_workers == 0:
+        args.worker_num_splits = 1
+    elif args.worker_num_splits is None:
+        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
     # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
     args.learner_threads = args.learner_threads or (1 if not cpu else n if args.sync else max(1, n // 2))
     args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
@@ -366,8 +329,8 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     """The environments of one split of a worker. Edit this function to train on something else.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image, alone or in a Dict
-    with one float vector, and take Discrete or MultiDiscrete actions. No game is started before `reset`. `info` may
-    have `raw_reward`, which scores are sums of, and `game_over`, where an episode's end is not the game's.
+    as `obs` beside a float `vector`, and take Discrete or MultiDiscrete actions. No game is started before `reset`.
+    `info` may have `raw_reward`, which scores are sums of, and `game_over`, where an episode's end is not the game's.
     """
     return AtariEnvs(args, num_envs)
 
@@ -381,37 +344,35 @@ class Spaces(NamedTuple):
 
 
 def split_observation(observation) -> tuple:
-    """(image, vector or None) of an observation or of an observation space. Raises ValueError for more parts."""
-    if not isinstance(observation, (dict, gym.spaces.Dict)):
-        return observation, None
-    image, vector = sorted(observation.values(), key=lambda part: -len(part.shape))
-    return image, vector
+    """(image, vector or None) of an observation or of an observation space."""
+    if isinstance(observation, (dict, gym.spaces.Dict)):
+        return observation["obs"], observation["vector"]
+    return observation, None
 
 
-def spaces_of(envs: gym.vector.VectorEnv) -> Spaces:
-    """Raises UserError for environments that the pipeline does not support."""
-    observation, action = envs.single_observation_space, envs.single_action_space
-    if (mode := envs.metadata.get("autoreset_mode")) != gym.vector.AutoresetMode.NEXT_STEP:
+def spaces_of(args: Args) -> Spaces:
+    """The spaces of what `make_envs` returns. Raises UserError where the pipeline does not support them."""
+    with contextlib.closing(make_envs(args, 1)) as envs:  # starts no game
+        observation, action = envs.single_observation_space, envs.single_action_space
+        mode = envs.metadata.get("autoreset_mode")
+    if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
     try:
         image, vector = split_observation(observation)
         (width,) = vector.shape if vector else (0,)
         heads = tuple(int(n) for n in (action.nvec if isinstance(action, gym.spaces.MultiDiscrete) else (action.n,)))
         supported = image.dtype == np.uint8 and len(image.shape) == 3 and not np.any(action.start)
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         supported = False
-    if not supported:
-        raise UserError(f"unsupported spaces, {observation} and {action}: one uint8 image, alone or in a Dict with one "
-                        "vector, and Discrete or MultiDiscrete actions that start at 0")  # fmt: skip
+    if not supported or isinstance(observation, gym.spaces.Dict) and len(observation) > 2:
+        raise UserError(f"unsupported spaces, {observation} and {action}: one uint8 image, alone or in a Dict as `obs` "
+                        "beside a `vector`, and Discrete or MultiDiscrete actions that start at 0")  # fmt: skip
     return Spaces(image.shape, width, heads)
 
 
 # ======================================================================================================================
 # Mailbox and rollouts
 # ======================================================================================================================
-
-STARTING, STEPPING, WAITING = 0, 1, 2  # an actor's phase
-
 
 class Mailbox:
     """The only memory that actors share with the main process. Row r = worker * num_envs_per_worker + environment.
@@ -433,10 +394,9 @@ class Mailbox:
         self.episode = shared(rows, 3, dtype=torch.float32)
         # written by inference, read by actor
         self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        # written by actor at any time, for supervision and statistics
-        self.progress = shared(workers, dtype=torch.int64)  # requests so far
-        self.phase = shared(workers, dtype=torch.uint8)  # STARTING, STEPPING or WAITING
-        self.stepped = shared(workers, dtype=torch.float64)  # seconds spent stepping so far
+        # written by actor at any time: how the main process sees that it is not stuck
+        self.started = shared(workers, dtype=torch.int64)  # games started so far
+        self.requests = shared(workers, dtype=torch.int64)  # requests so far
 
     def numpy(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
@@ -467,12 +427,13 @@ class Rollouts:
 
 
 def slots_needed(args: Args) -> int:
-    """Room for what is filled and what waits for the learner, and never so little that they wait for each other."""
-    W, B = max(1, args.num_workers), args.batch_size // args.rollout
-    rows, n = W * args.num_envs_per_worker, args.num_envs_per_worker // args.worker_num_splits
-    # An actor that waits for one split's actions does not step the others. So when nothing moves, up to rows - W * n
-    # slots are FILLING and B - 1 with the learner; a group, which takes its n slots at once, must still find them.
-    return max(rows + args.max_batches_ahead * B, B + rows - (W - 1) * n)
+    """Room for what is filled and what waits for the learner, and never so little that they wait for each other: when
+    nothing moves every group is held, so no slot is FILLING, fewer than B wait for the learner, and a group, which
+    takes its n slots at once, finds them among the rest. With `sync` there is one batch, and nothing ahead of it."""
+    B, n = args.batch_size // args.rollout, args.num_envs_per_worker // args.worker_num_splits
+    if args.sync:
+        return B
+    return max(args.num_workers * args.num_envs_per_worker, B + n) + args.max_batches_ahead * B
 
 
 def mebibytes(memory: Mailbox | Rollouts) -> float:
@@ -611,14 +572,15 @@ class Agent(nn.Module):
         x = self.encode(obs.flatten(0, 1), vector.flatten(0, 1)).unflatten(0, (T, B))
         if self.rnn_type != "none":
             outputs = []
-            for start, end in zip(restarts, restarts[1:] + [T]):  # one call per stretch in which nothing restarts
-                state = state * ~first[start].unsqueeze(-1)
+            lengths = [end - start for start, end in zip(restarts, restarts[1:] + [T])]
+            for start, stretch in zip(restarts, x.split(lengths)):  # one call per stretch in which nothing restarts
+                state = torch.where(first[start].unsqueeze(-1), 0.0, state)
                 hidden = state.unsqueeze(0)
                 if self.rnn_type == "lstm":
-                    output, hidden = self.core(x[start:end], tuple(part.contiguous() for part in hidden.chunk(2, -1)))
+                    output, hidden = self.core(stretch, tuple(part.contiguous() for part in hidden.chunk(2, -1)))
                     hidden = torch.cat(hidden, -1)
                 else:
-                    output, hidden = self.core(x[start:end], hidden)
+                    output, hidden = self.core(stretch, hidden)
                 state = hidden.squeeze(0)
                 outputs.append(output)
             x = torch.cat(outputs)
@@ -761,85 +723,113 @@ REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; a pipe never 
 WAKE = -1  # "group" of a message that only wakes the inference thread: slots were freed, or the run ends
 
 
-def play(args: Args, worker: int, splits: list[gym.vector.VectorEnv], mailbox: SimpleNamespace, seed: int):
-    """Steps the splits of one worker in turn, for ever. Generator: yields a split's number when its rows of the mailbox
-    are written; they belong to the caller until it asks for that split's next step, with `mailbox.action` filled in.
-    The yields are 0, 1, .. S-1 (each after its reset), 0, 1, .. S-1 (each after a step), and so on."""
-    n = args.num_envs_per_worker // len(splits)
-    starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
-    rows = [slice(start, start + n) for start in starts]
-    ended = np.zeros((len(splits), n), bool)  # the last step ended an episode, so the next one only resets
-    totals = np.zeros((len(splits), n, 3))  # of the running games, what Mailbox.episode has of finished ones
+class Games:
+    """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; these are the caller's
+    until it calls `step` for that split again, with `mailbox.action` filled in."""
 
-    def write(r: slice, observation) -> None:
+    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
+        S = args.worker_num_splits
+        n = args.num_envs_per_worker // S
+        self.args, self.worker, self.mailbox, self.seed, self.n = args, worker, mailbox, seed, n
+        self.splits = [make_envs(args, n) for _ in range(S)]
+        starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
+        self.rows = [slice(start, start + n) for start in starts]
+        self.ended = np.zeros((S, n), bool)  # the last step ended an episode, so the next one only resets
+        self.totals = np.zeros((S, n, 3))  # of the running games, what Mailbox.episode has of finished ones
+
+    def reset(self, split: int) -> None:
+        """Starts the split's games."""
+        r, envs, mailbox, seed = self.rows[split], self.splits[split], self.mailbox, self.seed + split * self.n
+        for i, env in enumerate(getattr(envs, "envs", ())):  # one by one, where that is possible: each is progress
+            env.reset(seed=seed + i)
+            mailbox.started[self.worker] += 1
+        observation, _ = envs.reset(seed=seed)
+        mailbox.started[self.worker] = (split + 1) * self.n
+        self.write(r, observation)
+        mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
+
+    def step(self, split: int) -> None:
+        r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
+        first = self.ended[split].copy()
+        action = mailbox.action[r].reshape(envs.action_space.shape)
+        observation, reward, terminated, truncated, info = envs.step(action)
+        self.write(r, observation)
+        raw_reward = info.get("raw_reward", reward)
+        reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
+        mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
+        self.ended[split] = terminated | truncated
+        totals += np.stack([raw_reward, reward, np.ones(self.n)], axis=-1) * ~first[:, None]
+        over = info.get("game_over", self.ended[split])  # the same, but where a lost life ends an episode
+        mailbox.episode[r] = totals * over[:, None]
+        totals[over] = 0
+
+    def write(self, r: slice, observation) -> None:
         image, vector = split_observation(observation)
-        mailbox.obs[r] = image
+        self.mailbox.obs[r] = image
         if vector is not None:
-            mailbox.vector[r] = vector
+            self.mailbox.vector[r] = vector
 
-    try:
-        for s, (r, envs) in enumerate(zip(rows, splits)):
-            observation, _ = envs.reset(seed=seed + s * n)
-            write(r, observation)
-            mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
-            yield s
-        while True:
-            for s, (r, envs) in enumerate(zip(rows, splits)):
-                fresh, start = ended[s].copy(), time.perf_counter()
-                action = mailbox.action[r].reshape(envs.action_space.shape)
-                observation, reward, terminated, truncated, info = envs.step(action)
-                write(r, observation)
-                raw_reward = info.get("raw_reward", reward)
-                reward = np.clip(reward * args.reward_scale, -args.reward_clip, args.reward_clip)
-                mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, fresh
-                totals[s] += np.stack([raw_reward, reward, np.ones(n)], axis=-1) * ~fresh[:, None]
-                ended[s] = terminated | truncated
-                over = info.get("game_over", ended[s])  # the same, but where a lost life ends an episode
-                mailbox.episode[r] = totals[s] * over[:, None]
-                totals[s][over] = 0
-                mailbox.stepped[worker] += time.perf_counter() - start
-                yield s
-    finally:
-        for envs in splits:
+    def close(self) -> None:
+        for envs in self.splits:
             envs.close()
 
 
+def game_seed(*entropy: int) -> int:
+    """The seed of a worker's first game; the others have the next ones. Below 2**30, so that these fit 31 bits."""
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
+
+
 def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int, mailbox: Mailbox,
-          request, replies, errors) -> None:  # fmt: skip
-    """Body of an actor process. `request` is the one pipe that all actors write to, `replies` has one pipe per split,
-    `errors` takes this actor's last words as raw text."""
-    os.setsid()  # a terminal's Ctrl-C misses us and our games, and the whole group can be ended at once
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+          requests, replies, errors) -> None:  # fmt: skip
+    """Body of an actor process. All actors write to `requests`; `replies` has the splits whose actions are there, a
+    byte each; `errors` takes this actor's last words as raw text."""
+    os.setsid()  # a group of our own, which can be ended even after we are dead
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2:  # else the games would hold our pipes open, and nobody would see them close
             with contextlib.suppress(OSError):
                 os.set_inheritable(fd, False)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    faulthandler.register(signal.SIGUSR1, file=errors.fileno())  # the supervisor asks a hung actor where it hangs
+    threading.Thread(target=watch_parent, daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=errors.fileno())  # the main process asks a hung actor where it hangs
     if core is not None:
         os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
     os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
-    with contextlib.suppress(OSError):  # where Linux schedules by session, setsid made a group of its own, niced apart
-        Path("/proc/self/autogroup").write_text("10")
     torch.set_num_threads(1)
     try:
         numpy, S = mailbox.numpy(), args.worker_num_splits
-        splits = [make_envs(args, args.num_envs_per_worker // S) for _ in range(S)]
-        steps = play(args, worker, splits, numpy, seed)
-        for i, split in enumerate(steps):
-            numpy.progress[worker] += 1
-            os.write(request.fileno(), REQUEST.pack(worker * S + split, incarnation))
-            # From here on the rows of `split` belong to inference.
-            if i >= S - 1:  # all splits have been reset, so the next one has a request out
-                numpy.phase[worker] = WAITING
-                if not os.read(replies[(split + 1) % S].fileno(), 1):  # closed: the run is over
-                    break
-                numpy.phase[worker] = STEPPING
-        steps.close()
+        games = Games(args, worker, numpy, seed)
+
+        def request(split: int) -> None:
+            numpy.requests[worker] += 1
+            os.write(requests.fileno(), REQUEST.pack(worker * S + split, incarnation))
+            # From here on the split's rows belong to inference, until a reply names it.
+
+        for split in range(S):
+            games.reset(split)
+            request(split)
+        while reply := os.read(replies.fileno(), 1):  # empty when the pipe is closed: the run is over
+            games.step(reply[0])
+            request(reply[0])
+        games.close()
     except BaseException:
         with contextlib.suppress(OSError):
             os.write(errors.fileno(), traceback.format_exc().encode()[-60_000:])
-        os._exit(1)  # without closing the games, which may hang: the supervisor ends the group
+        os._exit(1)  # without closing the games, which may hang: the main process ends the group
+
+
+def watch_parent() -> None:
+    """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
+    parent = [mp.parent_process().sentinel]
+    # Where Linux schedules by session, setsid made a group of its own, to be niced apart. Of users other than root the
+    # kernel takes one such write in 100 ms, from the whole machine.
+    with contextlib.suppress(OSError):  # where it does not
+        while not multiprocessing.connection.wait(parent, timeout=0):
+            try:
+                Path("/proc/self/autogroup").write_text("10")
+                break
+            except BlockingIOError:
+                multiprocessing.connection.wait(parent, timeout=random.uniform(0.1, 2.0))
+    multiprocessing.connection.wait(parent)
+    end_group(os.getpgid(0))  # ourselves among it
 
 
 def end_group(group: int) -> None:
@@ -848,135 +838,127 @@ def end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def end_with_parent() -> None:
-    """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
-    multiprocessing.connection.wait([mp.parent_process().sentinel])
-    end_group(os.getpgid(0))  # ourselves among it
-
-
 class Actors:
-    """The actor processes: started, watched by a thread of their own, and replaced when they die or hang."""
+    """The actor processes: started, looked after by the learner's thread, and replaced when they die or hang."""
 
-    def __init__(self, args: Args, mailbox: Mailbox, log, on_failure):
-        self.args, self.shared, self.mailbox = args, mailbox, mailbox.numpy()
-        self.log, self.on_failure, self.restarts = log, on_failure, 0
-        # fork is unsafe beside threads and CUDA; spawn costs seconds and 100 MB an actor
-        self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-        self.request_reader, self.request_writer = self.context.Pipe(duplex=False)
-        self.all = [
-            SimpleNamespace(worker=worker, incarnation=0, replies=(), deaths=deque(maxlen=3), process=None)
-            for worker in range(args.num_workers)
-        ]
+    SHORT_LIFE = 1000  # requests. An actor that dies before so many three times in a row ends the run
+
+    def __init__(self, args: Args, mailbox: Mailbox, requests, session: int, log):
+        """`requests` is the pipe that actors write to; with another `session` the games are other games."""
+        self.args, self.shared, self.mailbox, self.requests = args, mailbox, mailbox.numpy(), requests
+        self.session, self.log, self.restarts, self.looked = session, log, 0, time.monotonic()
+        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
         self.lock = threading.Lock()  # a reply pipe is not written to while it is replaced
-        self.stopping = threading.Event()
-        self.thread = threading.Thread(target=self.watch, name="supervisor", daemon=True)
+        # of each worker
+        self.processes, self.replies, self.errors = ([None] * args.num_workers for _ in range(3))
+        self.incarnations, self.short_lives, self.replied = ([0] * args.num_workers for _ in range(3))
+        self.progress = [0] * args.num_workers  # games started and requests, when last looked at,
+        self.looks = [0] * args.num_workers  # and the number of looks that found it at work on the same
 
     def start_all(self) -> None:
-        for one in self.all:
-            self.start(one)
-        self.thread.start()
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        # Ignored signals are inherited: a terminal's Ctrl-C is for the main process, from an actor's first moment on.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        multiprocessing.forkserver.ensure_running()
+        signal.signal(signal.SIGINT, handler)
+        for worker in range(self.args.num_workers):
+            self.start(worker)
 
-    def start(self, one: SimpleNamespace) -> None:
-        worker, allowed = one.worker, sorted(os.sched_getaffinity(0))
-        core = allowed[worker % len(allowed)] if self.args.set_workers_cpu_affinity else None
-        entropy = [self.args.seed, worker, one.incarnation]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2  # and a few more, one a game, below 2**31
-        self.mailbox.phase[worker] = STARTING
-        self.mailbox.progress[worker] = one.progress = 0  # requests when last looked at,
-        one.since = time.monotonic()  # and since when they are the same
-        readers, writers = zip(*[self.context.Pipe(duplex=False) for _ in range(self.args.worker_num_splits)])
-        one.errors, errors_writer = self.context.Pipe(duplex=False)
+    def start(self, worker: int) -> None:
+        args, incarnation, allowed = self.args, self.incarnations[worker], sorted(os.sched_getaffinity(0))
+        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
+        seed = game_seed(args.seed, self.session, worker, incarnation)
+        self.mailbox.started[worker] = self.mailbox.requests[worker] = 0
+        self.replied[worker] = self.progress[worker] = self.looks[worker] = 0
+        reply_reader, reply_writer = self.context.Pipe(duplex=False)
+        self.errors[worker], error_writer = self.context.Pipe(duplex=False)
         with self.lock:
-            one.replies = writers
-        one.process = self.context.Process(
-            target=actor, name=f"actor {worker}", daemon=True,
-            args=(self.args, worker, one.incarnation, core, seed, self.shared, self.request_writer, readers,
-                  errors_writer),
-        )  # fmt: skip
-        one.process.start()
-        for end in (*readers, errors_writer):
-            end.close()
-
-    def reply(self, requests: list[tuple[int, int]]) -> None:
-        """Gives the rows of the requests' groups back to their actors."""
-        S = self.args.worker_num_splits
-        with self.lock:
-            for group, incarnation in requests:
-                if self.is_current(group, incarnation):
-                    with contextlib.suppress(OSError):  # a dead actor's pipe; the supervisor will see to it
-                        os.write(self.all[group // S].replies[group % S].fileno(), b"\0")
-
-    def wake(self) -> None:
-        os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
+            self.replies[worker] = reply_writer
+        arguments = (args, worker, incarnation, core, seed, self.shared, self.requests, reply_reader, error_writer)
+        process = self.context.Process(target=actor, name=f"actor {worker}", args=arguments, daemon=True)
+        process.start()
+        self.processes[worker] = process
+        reply_reader.close()
+        error_writer.close()
 
     def is_current(self, group: int, incarnation: int) -> bool:
         """False for what is left of an actor that was replaced."""
-        return self.all[group // self.args.worker_num_splits].incarnation == incarnation
+        return self.incarnations[group // self.args.worker_num_splits] == incarnation
 
-    def watch(self) -> None:
-        """The supervisor thread."""
-        try:
-            while not self.stopping.is_set():
-                multiprocessing.connection.wait([one.process.sentinel for one in self.all], timeout=0.5)
-                for one in self.all:
-                    self.look_after(one)
-        except BaseException as error:
-            self.on_failure(error)
+    def reply(self, requests: list[tuple[int, int]]) -> None:
+        """Gives the rows of the requests' groups back to their actors."""
+        with self.lock:
+            for group, incarnation in requests:
+                worker, split = divmod(group, self.args.worker_num_splits)
+                if self.is_current(group, incarnation):
+                    with contextlib.suppress(OSError):  # a dead actor's pipe; `check` will see to it
+                        os.write(self.replies[worker].fileno(), bytes([split]))
+                    self.replied[worker] += 1
 
-    def look_after(self, one: SimpleNamespace) -> None:
-        progress, phase = self.mailbox.progress[one.worker], self.mailbox.phase[one.worker]
-        if progress != one.progress or phase == WAITING:  # the clock runs only while the actor owns its rows
-            one.progress, one.since = progress, time.monotonic()
-        if not one.process.is_alive():
-            what = "died"
-        elif time.monotonic() - one.since > self.args.actor_timeout:
-            what = f"made no progress for {self.args.actor_timeout:.0f} s while {['starting', 'stepping'][phase]}"
-            with contextlib.suppress(OSError):
-                os.kill(one.process.pid, signal.SIGUSR1)  # it writes its stack to its errors pipe
-            time.sleep(0.5)
-        else:
+    def check(self) -> None:
+        """Looks after the actors, once a second; the learner's thread calls it often. A hang is counted in looks, not
+        in seconds: while the whole container stands still there are none. Raises RuntimeError when an actor cannot be
+        kept alive."""
+        if time.monotonic() - self.looked < 1.0:
             return
-        if not self.stopping.is_set():
-            self.replace(one, what)
+        self.looked, S = time.monotonic(), self.args.worker_num_splits
+        for worker, process in enumerate(self.processes):
+            requests = int(self.mailbox.requests[worker])
+            progress = requests + int(self.mailbox.started[worker])
+            waits = requests - self.replied[worker] >= S  # for replies to all of its splits
+            if waits or progress > self.progress[worker]:
+                self.progress[worker], self.looks[worker] = progress, 0
+            else:
+                self.looks[worker] += 1
+            if not process.is_alive():
+                self.replace(worker, "died")
+            elif self.looks[worker] > self.args.actor_timeout:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its errors pipe
+                time.sleep(0.5)
+                doing = "stepping" if requests >= S else "starting a game"
+                self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {doing}")
 
-    def replace(self, one: SimpleNamespace, what: str) -> None:
-        end_group(one.process.pid)
-        one.process.kill()  # if it died or hung before it had a group of its own
-        one.process.join(5)
-        last_words = ""
-        while one.errors.poll() and (text := os.read(one.errors.fileno(), 65536)):
+    def replace(self, worker: int, reason: str) -> None:
+        process, errors, last_words = self.processes[worker], self.errors[worker], ""
+        process.kill()
+        process.join(5)
+        end_group(process.pid)  # its games end with it, if they still can
+        while errors.poll() and (text := os.read(errors.fileno(), 65536)):
             last_words += text.decode(errors="replace")
-        what = f"actor {one.worker} {what} (exit code {one.process.exitcode})"
-        one.deaths.append(time.monotonic())
+        message = f"actor {worker} {reason} (exit code {process.exitcode})"
         self.restarts += 1
-        barren = self.mailbox.progress[one.worker] <= self.args.worker_num_splits  # it has not made a single step
-        short = 60 + (3 * self.args.actor_timeout if barren else 0)
-        if len(one.deaths) == 3 and one.deaths[2] - one.deaths[0] < short:
-            self.stopping.set()
-            return self.on_failure(RuntimeError(f"{what}, for the third time\n{last_words.strip()}".strip()))
-        self.log(f"{what}; starting it again\n{last_words}".strip())
+        short_life = self.mailbox.requests[worker] < self.SHORT_LIFE
+        self.short_lives[worker] = self.short_lives[worker] + 1 if short_life else 0
+        if self.short_lives[worker] == 3:
+            raise RuntimeError(f"{message}, for the third time\n{last_words.strip()}".strip())
+        self.log(f"{message}; starting it again\n{last_words}".strip())
         with self.lock:
-            one.incarnation += 1  # what is left of the old one's requests is dropped from here on
-            for end in (*one.replies, one.errors):
-                end.close()
-        self.start(one)
+            self.incarnations[worker] += 1  # what is left of the old one's requests is dropped from here on
+            self.replies[worker].close()
+        errors.close()
+        self.start(worker)
 
-    def stop(self, patience: float = 5.0) -> None:
+    def wait_for_games(self, stop_signals: list[int]) -> None:
+        """Returns when every game has been started or the user stops the run."""
+        with tqdm(total=len(self.shared.first), desc="starting games", disable=None) as bar:
+            while bar.n < bar.total and not stop_signals:
+                self.check()
+                time.sleep(0.1)
+                bar.n = int(self.mailbox.started.sum())
+                bar.refresh()
+
+    def stop(self, patience: float) -> None:
         """Ends all actors: by closing their pipes, and after `patience` seconds by force."""
-        self.stopping.set()
-        if self.thread.ident:
-            self.thread.join()
-        with self.lock:
-            for writer in (writer for one in self.all for writer in one.replies):
-                writer.close()
+        started = [worker for worker, process in enumerate(self.processes) if process]
+        for worker in started:
+            self.replies[worker].close()
         deadline = time.monotonic() + patience
-        started = [one.process for one in self.all if one.process and one.process.pid]
-        for process in started:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in started:
-            end_group(process.pid)
-            process.kill()
+        for worker in started:
+            self.processes[worker].join(max(0.0, deadline - time.monotonic()))
+        for worker in started:
+            self.processes[worker].kill()
+            end_group(self.processes[worker].pid)
 
 
 # ======================================================================================================================
@@ -995,11 +977,13 @@ def wait_event(event: torch.cuda.Event | None) -> None:
         torch.cuda.current_stream().wait_event(event)
 
 
-def own_stream(device: torch.device, threads: int):
-    """Context of a thread that computes: its number of CPU threads and a CUDA stream of its own."""
+def own_stream(device: torch.device, threads: int, priority: int = 0):
+    """Context of a thread that computes: its number of CPU threads and a CUDA stream of its own; -1: goes first."""
     torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
     torch.set_num_threads(threads)
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type == "cuda":
+        return torch.cuda.stream(torch.cuda.Stream(device, priority))
+    return contextlib.nullcontext()
 
 
 class ActingPolicy:
@@ -1007,84 +991,106 @@ class ActingPolicy:
     copy's lock says who may launch work on it; on CUDA its event says when the work launched last is done. Nobody ever
     reads half an update."""
 
-    def __init__(self, agent: Agent, version: int, device: torch.device):
-        def copied():  # to() packs the core's weights for cuDNN again
-            frozen = copy.deepcopy(agent).requires_grad_(False).to(device)
-            return SimpleNamespace(agent=frozen, version=version, lock=threading.Lock(), event=None)
+    def __init__(self, agent: Agent, device: torch.device):
+        self.device, self.learned = device, list(agent.state_dict().values())  # its memory never moves
+        self.current, self.spare = (self.frozen_copy(agent) for _ in range(2))
 
-        self.current, self.spare, self.device = copied(), copied(), device
+    def frozen_copy(self, agent: Agent) -> SimpleNamespace:
+        frozen = copy.deepcopy(agent).requires_grad_(False).to(self.device)  # to() packs the core's weights for cuDNN
+        tensors = list(frozen.state_dict().values())
+        return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
 
     @contextlib.contextmanager
-    def hold(self, one: SimpleNamespace):
-        with one.lock:
-            wait_event(one.event)
-            yield one
-            one.event = record_event(self.device)
+    def hold(self, policy: SimpleNamespace):
+        with policy.lock:
+            wait_event(policy.event)
+            yield policy
+            policy.event = record_event(self.device)
 
     def use(self):
         """Context of one inference: yields the current copy, with its `agent` and `version`."""
         return self.hold(self.current)
 
     @torch.no_grad()
-    def publish(self, agent: Agent, version: int) -> None:
+    def publish(self, version: int) -> None:
+        """The learner's weights and statistics, as they are now, act from the next inference on."""
         with self.hold(self.spare) as spare:  # waits for the last inference that still used it
-            for to, source in zip(spare.agent.state_dict().values(), agent.state_dict().values()):
-                to.copy_(source)
+            torch._foreach_copy_(spare.tensors, self.learned)
             spare.version = version
         self.current, self.spare = spare, self.current
 
 
 class Inference:
-    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot."""
+    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
+    the memory and the queues between itself, the actors and the learner."""
 
-    def __init__(self, args: Args, mailbox: Mailbox, rollouts: Rollouts, acting: ActingPolicy, device: torch.device,
-                 full: queue.SimpleQueue, free: queue.SimpleQueue):  # fmt: skip
-        self.args, self.rollouts, self.acting, self.device = args, rollouts, acting, device
-        self.mailbox, self.numpy = mailbox, mailbox.numpy()
-        self.full, self.free, self.free_slots = full, free, deque()
-        rows, self.size = len(mailbox.first), args.num_envs_per_worker // args.worker_num_splits
-        self.groups = rows // self.size
-        self.t = [0] * self.groups  # steps in the FILLING slots; the rows of a group are in step
-        self.slots: list[np.ndarray | None] = [None] * self.groups  # None: full and handed over, no new ones yet
-        self.begun = np.zeros(self.groups, int)  # rollouts begun, for --sync
-        self.quota = args.batch_size // (rows * args.rollout)  # with --sync: rollouts per row and iteration,
-        self.allowed = self.quota if args.sync else sys.maxsize  # and so far
-        self.state = torch.zeros(rows, acting.current.agent.state_size, device=device)
-        self.obs = torch.zeros_like(mailbox.obs, device=device)  # the mailbox rows being served, on the device
-        self.vector = torch.zeros_like(mailbox.vector, device=device)
-        copied = [(mailbox.obs, self.obs, rollouts.obs), (mailbox.vector, self.vector, rollouts.vector)]
+    def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
+        self.args, self.device = args, device
+        workers, slots = max(1, args.num_workers), slots_needed(args)
+        rows, self.size = workers * args.num_envs_per_worker, args.num_envs_per_worker // args.worker_num_splits
+        self.mailbox = Mailbox(spaces, rows, workers)
+        self.numpy = self.mailbox.numpy()
+        self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
+        self.acting = ActingPolicy(agent, device)
+        self.request_reader, self.request_writer = mp.Pipe(duplex=False)  # all actors write to it
+        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # of (slots, event) to and from the learner
+        self.free_slots = deque(range(slots))
+        groups = rows // self.size
+        self.t = [0] * groups  # steps in the FILLING slots; the rows of a group are in step
+        self.slots: list[np.ndarray | None] = [None] * groups  # None: full and handed over, no new ones yet
+        self.state = torch.zeros(rows, agent.state_size, device=device)
+        self.obs = torch.zeros_like(self.mailbox.obs, device=device)  # the mailbox rows being served, on the device
+        self.vector = torch.zeros_like(self.mailbox.vector, device=device)
+        copied = [(self.mailbox.obs, self.obs, self.rollouts.obs),
+                  (self.mailbox.vector, self.vector, self.rollouts.vector)]  # fmt: skip
         self.copied = [tensors for tensors in copied if tensors[0].numel()]
-        for source, _, _ in self.copied:
-            if device.type == "cuda":  # pinned, so that copies to the device run beside the host
+        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
+            for source, _, _ in self.copied:
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        self.episodes: deque[list[float]] = deque(maxlen=100)  # see Learner
+        # The last finished ones, as in Mailbox.episode. Kept over a resume: the games that end first after it are short
+        # ones, whose mean could pass for a best return.
+        self.episodes: deque[list[float]] = deque(maxlen=100)
         self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
 
+    def release(self, slots: np.ndarray) -> None:
+        """The learner calls this when its last copy out of the slots has been launched: they are FREE."""
+        self.free.put((slots, record_event(self.device)))
+        self.wake()
+
+    def wake(self) -> None:
+        if self.args.num_workers:  # else there is no thread to wake
+            os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.wake()
+
     def unpin(self) -> None:
         """Before the mailbox is freed: CUDA would take whatever lies at its addresses next for it."""
         if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
+                torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
             for source, _, _ in self.copied:
                 torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
 
     def run(self, actors: Actors) -> None:
         """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
         try:
-            with own_stream(self.device, self.args.inference_threads):
-                waiting: list[tuple[int, int]] = []
+            with own_stream(self.device, self.args.inference_threads, priority=-1):
+                waiting: list[tuple[int, int]] = []  # requests; until its reply a group's rows belong to this thread
                 while not self.stopping:
                     start = time.perf_counter()
-                    data = os.read(actors.request_reader.fileno(), 1 << 16)
+                    data = os.read(self.request_reader.fileno(), 1 << 16)
                     if waiting:
                         self.held += time.perf_counter() - start
                     else:
                         self.idle += time.perf_counter() - start
-                    # Until its reply the rows of a group in `waiting` belong to this thread.
                     waiting += [request for request in REQUEST.iter_unpack(data) if request[0] != WAKE]
                     waiting = [request for request in waiting if actors.is_current(*request)]
-                    served = self.serve([group for group, _ in waiting])
+                    served = set(self.serve([group for group, _ in waiting]))
                     actors.reply([request for request in waiting if request[0] in served])
                     waiting = [request for request in waiting if request[0] not in served]
         except BaseException as error:
@@ -1109,16 +1115,10 @@ class Inference:
             self.act(ready)
         return ready
 
-    def allow_next_iteration(self) -> None:
-        """With --sync the learner calls this when it has published; the waiting groups are served at the next request
-        or WAKE."""
-        self.allowed += self.quota
-
     def take_slots(self, group: int) -> bool:
-        if len(self.free_slots) < self.size or self.begun[group] >= self.allowed:
+        if len(self.free_slots) < self.size:
             return False
         self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
-        self.begun[group] += 1
         return True
 
     def store(self, groups: list[int]):
@@ -1172,25 +1172,14 @@ class Inference:
 class Learner:
     """Takes FULL slots, B at a time, and improves the policy."""
 
-    def __init__(self, args: Args, agent: Agent, rollouts: Rollouts, acting: ActingPolicy, device: torch.device,
-                 release):  # fmt: skip
-        self.args, self.agent, self.rollouts, self.acting, self.device = args, agent, rollouts, acting, device
-        self.release = release  # release(slots, event) makes slots FREE
+    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
+        self.args, self.agent, self.inference, self.device = args, agent, inference, device
         self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.version = 0  # optimiser steps
+        self.version = 0  # of the policy published last
         self.global_step = 0  # valid transitions received
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
-        # The last finished ones, as in Mailbox.episode; inference adds them. Kept over a resume: the games that end
-        # first after it are short ones, whose mean could pass for a best return.
-        self.episodes: deque[list[float]] = deque(maxlen=100)
-        self.waited = self.learned = 0.0  # seconds without full slots, and at work
-        B = args.batch_size // args.rollout
-        # A batch is gathered into the same memory each time: fresh pages would cost more than the copy
-        self.buffer = {
-            name: field.new_empty((field.shape[0], B, *field.shape[2:])) for name, field in vars(rollouts).items()
-            if isinstance(field, torch.Tensor) and name != "rnn_state"
-        }  # fmt: skip
+        self.waited = 0.0  # seconds without full slots
 
     def load(self, checkpoint: dict) -> None:
         self.agent.load_state_dict(checkpoint["agent"])
@@ -1198,17 +1187,18 @@ class Learner:
         self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
         self.best_return = checkpoint["best_return"]
-        self.episodes.extend(checkpoint["episodes"])
-        self.acting.publish(self.agent, self.version)
+        self.inference.episodes.extend(checkpoint["episodes"])
+        self.inference.acting.publish(self.version)
 
     def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
         """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
-        r, d_slots = self.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
-        for name, out in self.buffer.items():
-            if self.device.type == "cpu":
-                np.take(getattr(r, name).numpy(), slots, axis=1, out=out.numpy(), mode="clip")
+        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
+        on_device = {}
+        for name in ("obs", "vector", "actions", "logprobs", "values"):
+            if self.device.type == "cpu":  # through NumPy: 3 times faster for big rows
+                on_device[name] = torch.from_numpy(np.take(getattr(r, name).numpy(), slots, axis=1))
             else:
-                torch.index_select(getattr(r, name), 1, d_slots, out=out)
+                on_device[name] = getattr(r, name).index_select(1, d_slots)
         first, lag = r.first[:, slots], self.version - r.versions[:, slots]
         valid = ~first[1:]
         restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
@@ -1216,45 +1206,52 @@ class Learner:
         host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
         moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
         rnn_state = r.rnn_state[d_slots]
-        return Batch(**self.buffer, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
+        return Batch(**on_device, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
 
     def iterate(self, slots: np.ndarray) -> dict[str, float]:
-        """Learns from B FULL slots; hands them to `release` as soon as they may be written again. Returns metrics.
+        """Learns from B FULL slots, which are FREE afterwards. Returns metrics.
 
         Raises FloatingPointError before a non-finite update is made: the weights are still good.
         """
-        args, metrics, start = self.args, {}, time.perf_counter()
+        args, metrics = self.args, {}
         batch, lags = self.gather(slots)
-        self.release(slots, record_event(self.device))
-        # the first samples only initialise the statistics of the inputs
-        epochs = args.num_epochs if self.global_step or not args.normalize_input else 0
+        if not args.sync:
+            self.inference.release(slots)
         self.global_step += len(lags)
         if batch.size == 0:  # a batch without a usable sample is no update
             self.skipped += 1
-            epochs = 0
-        for epoch in range(epochs):
-            if epoch:
-                self.acting.publish(self.agent, self.version)
-            loss, metrics = appo_loss(args, self.agent, batch)
-            self.optimizer.zero_grad()
-            loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), args.max_grad_norm or torch.inf)
-            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is ever published or saved
-                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
-            metrics["losses/grad_norm"] = grad_norm
-            self.optimizer.step()
-            self.version += 1
-        # New statistics change the policy, so they are published together with the last weights.
-        self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
-        self.acting.publish(self.agent, self.version)
-        self.learned += time.perf_counter() - start
-        if metrics:
-            metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-            metrics |= {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
+        else:
+            if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
+                metrics = self.update(batch)
+            # New statistics change the policy too: they are published together with the last weights.
+            self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
+            self.publish()
+        if args.sync:  # only now: the next samples are all of the newest version
+            self.inference.release(slots)
         if len(lags):
             masked = (lags >= args.max_policy_lag).mean()
             metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": masked}
         return metrics
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One optimiser step for each epoch. All but the last are published here, the last by the caller."""
+        for epoch in range(self.args.num_epochs):
+            if epoch:
+                self.publish()
+            loss, metrics = appo_loss(self.args, self.agent, batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is ever published or saved
+                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
+            self.optimizer.step()
+        metrics["losses/grad_norm"] = grad_norm
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+        return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def publish(self) -> None:
+        self.version += 1
+        self.inference.acting.publish(self.version)
 
 
 # ======================================================================================================================
@@ -1267,7 +1264,7 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     path.parent.mkdir(exist_ok=True)
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
-                   episodes=list(learner.episodes), args=asdict(learner.args))  # fmt: skip
+                   episodes=list(learner.inference.episodes), args=asdict(learner.args))  # fmt: skip
     temporary = path.with_name("saving.tmp")
     with open(temporary, "wb") as file:
         torch.save(content, file)
@@ -1299,6 +1296,27 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
     return None
 
 
+def saved_args(folder: Path) -> dict:
+    """What was typed for an experiment, without the flags of one session. Raises UserError."""
+    if not (folder / "cfg.json").exists():
+        raise UserError(f"there is no experiment in {folder}")
+    saved = json.loads((folder / "cfg.json").read_text())["args"]
+    return {field.name: saved[field.name] for field in fields(Args) if field.name in saved.keys() - set(SESSION)}
+
+
+def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
+    """A trained policy from an experiment's folder, its resolved Args, with `changes` such as device="cpu", and its
+    step. kind: "latest" or "best". Raises UserError."""
+    folder = Path(folder)
+    args = resolve(Args(**saved_args(folder) | changes))
+    checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
+    if checkpoint is None:
+        raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
+    agent = Agent(spaces_of(args), args).to(args.device)
+    agent.load_state_dict(checkpoint["agent"])
+    return agent, args, checkpoint["global_step"]
+
+
 # ======================================================================================================================
 # Evaluate
 # ======================================================================================================================
@@ -1309,37 +1327,35 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     """Plays `eval_episodes` episodes with a checkpoint; prints and returns their raw returns."""
     if args.save_video:
         import imageio.v2 as imageio
-    device, count = torch.device(args.device), min(args.eval_episodes, 16)
-    args = replace(args, num_envs_per_worker=count, worker_num_splits=1)
-    envs = make_envs(args, count)
-    spaces = spaces_of(envs)
-    checkpoint = load_checkpoint(folder / "checkpoints", args.load_checkpoint_kind, print)
-    if checkpoint is None:
-        raise UserError(f"no {args.load_checkpoint_kind} checkpoint in {folder / 'checkpoints'}")
-    agent = Agent(spaces, args).to(device)
-    agent.load_state_dict(checkpoint["agent"])
-    torch.manual_seed(args.seed)
-    per_env = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
-    returns, frames, mailbox = [[] for _ in range(count)], [], Mailbox(spaces, count, 1)
+    count = min(args.eval_episodes, 16)
+    # The games are in this process, whatever trained: only training must fit that machine's rows.
+    here = dict(num_workers=0, num_envs_per_worker=count, worker_num_splits=None, batch_size=None)
+    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **asdict(args) | here)
+    spaces = spaces_of(args)
+    check_shared_memory(spaces, count)
+    device, mailbox = torch.device(args.device), Mailbox(spaces, count, 1)
     numpy, state = mailbox.numpy(), torch.zeros(count, agent.state_size, device=device)
-    with tqdm(total=count * per_env, desc="episodes", disable=None) as bar:
-        for _ in play(args, 0, [envs], numpy, args.seed):
-            for i in np.flatnonzero(numpy.episode[:, 2]):
-                if len(returns[i]) < per_env:
-                    returns[i].append(float(numpy.episode[i, 0]))
-                    bar.update()
-            if all(len(finished) == per_env for finished in returns):
-                break
-            if args.save_video and len(returns[0]) < per_env and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
-                frames.append(np.array(envs.render()[0]))
+    torch.manual_seed(args.seed)
+    per_game = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
+    returns, frames, games = [[] for _ in range(count)], [], Games(args, 0, numpy, args.seed)
+    with tqdm(total=count * per_game, desc="episodes", disable=None) as bar:
+        games.reset(0)
+        while any(len(finished) < per_game for finished in returns):
+            if args.save_video and len(returns[0]) < per_game and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
+                frames.append(np.array(games.splits[0].render()[0]))
             tensors = [part.to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
             logits, _, state = agent(*tensors, state, [0])
             numpy.action[:] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
-    envs.close()
+            games.step(0)
+            for i in np.flatnonzero(numpy.episode[:, 2]):
+                if len(returns[i]) < per_game:
+                    returns[i].append(float(numpy.episode[i, 0]))
+                    bar.update()
+    games.close()
     flat = [value for finished in returns for value in finished][: args.eval_episodes]
     how = "likeliest" if args.eval_deterministic else "sampled"
-    print(f"{len(flat)} episodes, {how} actions, step {checkpoint['global_step']:,}: return {np.mean(flat):.2f} +- "
-          f"{np.std(flat):.2f} (standard deviation), from {min(flat):.2f} to {max(flat):.2f}")  # fmt: skip
+    print(f"{len(flat)} episodes, {how} actions, step {step:,}: return {np.mean(flat):.2f} +- {np.std(flat):.2f} "
+          f"(standard deviation), from {min(flat):.2f} to {max(flat):.2f}")  # fmt: skip
     if args.save_video:
         fps = TICKS_PER_SECOND / args.frameskip
         with imageio.get_writer(folder / "video.mp4", fps=fps, macro_block_size=8) as video:
@@ -1353,9 +1369,8 @@ def evaluate(args: Args, folder: Path) -> list[float]:
 # Main
 # ======================================================================================================================
 
-
-SESSION = ("train_for_seconds", "restart_behavior", "evaluate", "eval_episodes", "eval_deterministic",
-           "load_checkpoint_kind", "save_video")  # flags of one session, not of the experiment  # fmt: skip
+# flags of one session, not of the experiment
+SESSION = ("train_for_seconds", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video")
 # what a checkpoint fits only the same of
 FIXED = ("env_id", "full_action_space", "machado", "encoder", "rnn_type", "hidden_size", "normalize_input")
 
@@ -1365,32 +1380,22 @@ def parse_args() -> tuple[Args, Path]:
     args = tyro.cli(Args)
     if args.experiment is None and args.evaluate:
         raise UserError("--evaluate needs the name of an --experiment")
-    experiment = args.experiment or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    experiment = args.experiment or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     folder = Path(args.train_dir) / experiment
-    if args.evaluate and not (folder / "cfg.json").exists():
-        raise UserError(f"there is no experiment in {folder}")
-    if (folder / "cfg.json").exists() and (args.evaluate or args.restart_behavior == "resume"):
-        saved = json.loads((folder / "cfg.json").read_text())["args"]
-        names = [field.name for field in fields(Args) if field.name not in SESSION]
-        old = Args(**{name: saved[name] for name in names if name in saved})
+    if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
+        raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
+    if args.evaluate or (folder / "cfg.json").exists():
+        saved = saved_args(folder)
+        old = Args(**saved)
         args = tyro.cli(Args, default=old)
-        changed = [name for name in names if getattr(args, name) != getattr(old, name)]
-        overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in changed}
+        overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in saved
+                     if getattr(args, name) != getattr(old, name)}  # fmt: skip
         if wrong := [overrides[name] for name in FIXED if name in overrides]:
             raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
         for text in overrides.values():
             print(f"override: {text}")
     args.experiment = experiment
     return args, folder
-
-
-def put_aside(folder: Path, how: str) -> None:
-    """--restart-behavior restart (kept under another name) or overwrite (deleted)."""
-    if how == "overwrite":
-        return shutil.rmtree(folder)
-    aside = next(path for i in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}_old{i:04d}")).exists())
-    folder.rename(aside)
-    print(f"put {folder} aside as {aside}")
 
 
 def keep_freed_memory() -> None:
@@ -1401,7 +1406,9 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
-def check_shared_memory(needed: int) -> None:
+def check_shared_memory(spaces: Spaces, rows: int) -> None:
+    """Raises UserError when /dev/shm has no room for the mailbox and the games: the kernel would end the run later."""
+    needed = rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY)
     free = shutil.disk_usage("/dev/shm").free
     if needed > free:
         raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
@@ -1409,31 +1416,32 @@ def check_shared_memory(needed: int) -> None:
 
 
 def open_log(folder: Path):
-    """The run's log.txt, which one run at a time may hold. Raises UserError."""
+    """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "log.txt", "a", buffering=1)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise UserError(f"another run is using {folder}") from None
+    except OSError:
+        print(f"warning: {folder} is on a file system without locks; a second run in it would not be noticed")
     return file
 
 
 class Reporter:
-    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report."""
+    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report; `returns` are of
+    the last 100 episodes at that time."""
 
-    def __init__(self, args: Args, learner: Learner, inference: Inference, mailbox: SimpleNamespace, writer, log):
-        self.args, self.learner, self.inference, self.mailbox = args, learner, inference, mailbox
-        self.writer, self.log = writer, log
+    def __init__(self, args: Args, learner: Learner, writer, log):
+        self.args, self.learner, self.inference, self.writer, self.log = args, learner, learner.inference, writer, log
         self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
                         unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
         self.metrics, self.last, self.returns = {}, self.counters(), []
 
     def counters(self) -> dict[str, float]:
         i, learner = self.inference, self.learner
-        return dict(time=time.monotonic(), step=learner.global_step, waited=learner.waited, learned=learner.learned,
-                    sampled=i.steps, served=i.served, batches=i.batches, idle=i.idle, held=i.held,
-                    stepped=float(self.mailbox.stepped.mean()))  # fmt: skip
+        return dict(time=time.monotonic(), step=learner.global_step, waited=learner.waited, served=i.served,
+                    batches=i.batches, idle=i.idle, held=i.held)  # fmt: skip
 
     def update(self, metrics: dict[str, float]) -> bool:
         """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
@@ -1452,14 +1460,10 @@ class Reporter:
         scalars = self.metrics | {
             "charts/SPS": change["step"] / seconds,
             "charts/FPS": fps,
-            "charts/FPS_sampled": change["sampled"] * self.args.frameskip / seconds,
             "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
-            "stats/learner_busy": change["learned"] / seconds,
             "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
-            "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots;
-            "stats/actor_step": change["stepped"] / seconds,  # actors step their games
+            "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots
             "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
-            "stats/skipped_batches": self.learner.skipped,
         }
         episodes = list(self.inference.episodes)
         self.returns = [episode[0] for episode in episodes]
@@ -1477,57 +1481,65 @@ class Reporter:
         self.bar.set_postfix_str(text)
         self.log(f"step {step:,}: {text}", self.bar.disable)
 
-    def is_best(self, best_return: float) -> bool:
-        """After a report: the mean return of 100 episodes is higher than `best_return`."""
-        return len(self.returns) == 100 and np.mean(self.returns) > best_return
+
+@contextlib.contextmanager
+def sampling(args: Args, inference: Inference, session: int, log, stop_signals: list[int]):
+    """Actors, their games and the inference thread, for as long as a `with` block takes; yields the Actors. Nothing of
+    them stays behind. With --num-workers 0 there are none."""
+    actors = Actors(args, inference.mailbox, inference.request_writer, session, log)
+    thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
+    try:
+        if args.num_workers:
+            actors.start_all()
+            actors.wait_for_games(stop_signals)
+            thread.start()
+        yield actors
+    finally:
+        if thread.is_alive():
+            inference.stop()
+            thread.join(10)
+        actors.stop(patience=0.0 if isinstance(sys.exception(), KeyboardInterrupt) else 5.0)
+        inference.unpin()
 
 
-def wait_for_games(args: Args, mailbox: SimpleNamespace, full: queue.SimpleQueue, stop_signals: list[int]) -> None:
-    """Returns when every game has been started or the user stops the run; raises what ends an actor for good."""
-    S, rows = args.worker_num_splits, args.num_workers * args.num_envs_per_worker
-    with tqdm(total=rows, desc="starting games", disable=None) as bar:
-        while bar.n < rows and not stop_signals:
-            if not full.empty() and (error := full.get()):
-                raise error
-            time.sleep(0.1)
-            bar.n = int(np.minimum(mailbox.progress, S).sum()) * args.num_envs_per_worker // S
-            bar.refresh()
-
-
-def from_actors(full: queue.SimpleQueue, count: int, learner: Learner, stop_signals: list[int]):
+def from_actors(actors: Actors, learner: Learner, count: int, stop_signals: list[int]):
     """Generator of the slots of one iteration, oldest first; ends when the user stops the run."""
-    slots, start = [], time.perf_counter()
+    slots, start, full = [], time.perf_counter(), learner.inference.full
     while not stop_signals:
-        while len(slots) < count:
-            item = full.get()
+        actors.check()
+        if len(slots) >= count:
+            learner.waited += time.perf_counter() - start
+            yield np.array(slots[:count])
+            slots, start = slots[count:], time.perf_counter()
+            continue
+        with contextlib.suppress(queue.Empty):
+            item = full.get(timeout=0.5)
             if isinstance(item, BaseException):
                 raise item
-            if stop_signals:  # whose handler put a None to wake us
-                return
             more, event = item
             wait_event(event)  # inference's writes to these slots
             slots.extend(more)
-        learner.waited += time.perf_counter() - start
-        yield np.array(slots[:count])
-        slots, start = slots[count:], time.perf_counter()
 
 
-def in_process(args: Args, mailbox: SimpleNamespace, inference: Inference, learner: Learner, stop_signals: list[int]):
-    """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, one after the other."""
-    slots, start = [], time.perf_counter()
-    for _ in play(args, 0, [make_envs(args, args.num_envs_per_worker)], mailbox, args.seed):
-        inference.idle = float(mailbox.stepped[0])  # without a thread of its own it waits while the games are stepped
-        if stop_signals:
-            return
-        while not inference.serve([0]):  # its slots are full and its share of this iteration is collected
-            while not inference.full.empty():
-                if item := inference.full.get():  # the handler of a signal puts None
-                    slots.extend(item[0])
-            if stop_signals:
-                return
-            learner.waited += time.perf_counter() - start
-            yield np.array(slots)
-            slots, start = [], time.perf_counter()
+def in_process(args: Args, learner: Learner, stop_signals: list[int], session: int):
+    """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, between the iterations."""
+    inference, slots, start = learner.inference, [], time.perf_counter()
+    games = Games(args, 0, inference.numpy, game_seed(args.seed, session, 0, 0))
+    try:
+        games.reset(0)
+        while not stop_signals:
+            if inference.serve([0]):
+                begin = time.perf_counter()
+                games.step(0)
+                inference.idle += time.perf_counter() - begin
+            else:  # every slot is full
+                while not inference.full.empty():
+                    slots.extend(inference.full.get()[0])
+                learner.waited += time.perf_counter() - start
+                yield np.array(slots)
+                slots, start = [], time.perf_counter()
+    finally:
+        games.close()
 
 
 def train(typed: Args, folder: Path) -> int:
@@ -1542,17 +1554,11 @@ def train(typed: Args, folder: Path) -> int:
         torch.cuda.set_device(device.index or 0)
         torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     torch.manual_seed(args.seed)
-    probe = make_envs(args, 1)  # for its spaces; starts no game
-    spaces = spaces_of(probe)
-    probe.close()
+    spaces = spaces_of(args)
     T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
     rows = max(1, W) * args.num_envs_per_worker
-    check_shared_memory(rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY))
-
-    begun, log_file, checkpoints = folder.exists(), open_log(folder), folder / "checkpoints"
-    if begun and args.restart_behavior != "resume":
-        put_aside(folder, args.restart_behavior)
-        log_file = open_log(folder)
+    check_shared_memory(spaces, rows)
+    log_file, checkpoints = open_log(folder), folder / "checkpoints"
     checkpoints.mkdir(exist_ok=True)
 
     def log(text: str, show: bool = True) -> None:
@@ -1561,39 +1567,32 @@ def train(typed: Args, folder: Path) -> int:
             tqdm.write(text)
 
     agent = Agent(spaces, args).to(device)
-    slots = slots_needed(args)
-    rollouts = Rollouts(spaces, T, slots, agent.state_size, device)
-    acting = ActingPolicy(agent, 0, device)
-    full, free, actors = queue.SimpleQueue(), queue.SimpleQueue(), None
-
-    def release(slots: np.ndarray, event: torch.cuda.Event | None) -> None:
-        free.put((slots, event))
-        if actors:
-            actors.wake()
-
-    learner = Learner(args, agent, rollouts, acting, device, release)
+    inference = Inference(args, spaces, agent, device)
+    learner = Learner(args, agent, inference, device)
     if checkpoint := load_checkpoint(checkpoints, "latest", log):
         learner.load(checkpoint)
         if learner.global_step >= args.total_timesteps:
-            raise UserError(f"{folder} has its {learner.global_step:,} steps already; raise --total-timesteps to go on")
-    mailbox = Mailbox(spaces, rows, max(1, W))
-    free.put((np.arange(slots), None))
-    inference = Inference(args, mailbox, rollouts, acting, device, full, free)
-    inference.episodes = learner.episodes  # one list: inference adds to it, a checkpoint keeps it
+            log(f"{folder} has its {learner.global_step:,} steps already; raise --total-timesteps to go on")
+            return 0
+        log(f"resuming {folder} at step {learner.global_step:,}")
+        if best := load_checkpoint(checkpoints, "best", log):  # after a crash it may be newer than the latest
+            learner.best_return = best["best_return"]
+        torch.manual_seed(args.seed + learner.version)
+    session = learner.version  # a resumed run does not play the same games again
 
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
     # A resumed run starts from what was typed and resolves again: it may be on another machine.
     cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
-    lag = 0.0 if args.sync else rows / (2 * B) + args.max_batches_ahead
+    lag = 0.0 if args.sync else (rows / (2 * B) + args.max_batches_ahead) * args.num_epochs
     for line in (
         f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
         f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
         f"({B} rollouts of {T} steps) per update; expected lag about {lag:.1f} versions",
-        f"{mebibytes(mailbox):.1f} MiB of shared memory beside the games' own, "
-        f"{mebibytes(rollouts):.0f} MiB of rollouts in {slots} slots",
+        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the games' own, "
+        f"{mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
         f"up to {args.total_timesteps:,} steps = {args.total_timesteps * args.frameskip:,} frames; files in {folder}",
     ):
         log(line)
@@ -1604,60 +1603,45 @@ def train(typed: Args, folder: Path) -> int:
         if stop_signals:
             raise KeyboardInterrupt  # the second time: at once, without a checkpoint
         stop_signals.append(number)
-        full.put(None)  # wakes the learner; SimpleQueue.put may be called from a handler
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    writer, thread = SummaryWriter(str(folder), flush_secs=10), None
+    writer = SummaryWriter(str(folder), flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
     try:
-        if W:
-            actors = Actors(args, mailbox, log, on_failure=full.put)
-            actors.start_all()
-            wait_for_games(args, mailbox.numpy(), full, stop_signals)
-            thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
-            thread.start()
-            source = from_actors(full, B, learner, stop_signals)
-        else:
-            source = in_process(args, mailbox.numpy(), inference, learner, stop_signals)
-        reporter = Reporter(args, learner, inference, mailbox.numpy(), writer, log)
-        with own_stream(device, args.learner_threads), reporter.bar:
-            learn(args, checkpoints, learner, inference, actors, source, reporter)
+        with sampling(args, inference, session, log, stop_signals) as actors:
+            if W:
+                source = from_actors(actors, learner, B, stop_signals)
+            else:
+                source = in_process(args, learner, stop_signals, session)
+            reporter = Reporter(args, learner, writer, log)
+            try:
+                with own_stream(device, args.learner_threads), reporter.bar, contextlib.closing(source):
+                    learn(args, checkpoints, learner, source, reporter)
+            finally:
+                for number in handlers:
+                    signal.signal(number, signal.SIG_IGN)  # what interrupted the clean-up would leave games behind
     finally:
-        for number in handlers:
-            signal.signal(number, signal.SIG_IGN)  # what interrupted the clean-up would leave games behind
-        if thread:
-            inference.stopping = True
-            actors.wake()
-            thread.join(10)
-        if actors:
-            actors.stop(patience=0.0 if len(stop_signals) > 1 else 5.0)
-        inference.unpin()
         writer.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
     log(f"{'stopped' if stop_signals else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
-        f"{actors.restarts if actors else 0} actors restarted")  # fmt: skip
+        f"{learner.skipped} batches without a usable sample, {actors.restarts} actors restarted")  # fmt: skip
     return 130 if stop_signals else 0
 
 
-def learn(args: Args, checkpoints: Path, learner: Learner, inference: Inference, actors: Actors | None, source,
-          reporter: Reporter) -> None:  # fmt: skip
+def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:
     """The learner's loop. However it ends but by a second Ctrl-C, it leaves a checkpoint of the last good weights."""
     started = saved = best_saved = time.monotonic()
     try:
         for slots in source:
             metrics = learner.iterate(slots)
-            if args.sync:
-                inference.allow_next_iteration()
-                if actors:
-                    actors.wake()
             now = time.monotonic()
-            if reporter.update(metrics) and now - best_saved >= 30 and reporter.is_best(learner.best_return):
-                learner.best_return = float(np.mean(reporter.returns))
-                save_checkpoint(checkpoints / "best.pth", learner)
-                best_saved = now
+            if reporter.update(metrics) and len(reporter.returns) == 100 and now - best_saved >= 30:
+                if (mean := float(np.mean(reporter.returns))) > learner.best_return:
+                    learner.best_return, best_saved = mean, now
+                    save_checkpoint(checkpoints / "best.pth", learner)
             if now - saved >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved = now
@@ -1671,9 +1655,11 @@ def learn(args: Args, checkpoints: Path, learner: Learner, inference: Inference,
 
 def main() -> int:
     try:
+        if sys.platform != "linux":
+            raise UserError(f"this needs Linux (process groups, /proc, /dev/shm); {sys.platform} has no such things")
         args, folder = parse_args()
         if args.evaluate:
-            evaluate(resolve(replace(args, sync=False, batch_size=None)), folder)  # only training must fit the rows
+            evaluate(args, folder)
             return 0
         return train(args, folder)
     except UserError as error:

@@ -15,7 +15,6 @@ import json
 import multiprocessing.connection
 import os
 import platform
-import queue
 import re
 import signal
 import statistics
@@ -93,7 +92,7 @@ def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor
     appo = importlib.import_module(f"appo_{family}")
     os.setsid()  # a process group of its own, so that it can be ended together with its engines
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=appo.end_with_parent, daemon=True).start()
+    threading.Thread(target=appo.watch_parent, daemon=True).start()
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
@@ -218,55 +217,41 @@ class RandomAgent(nn.Module):
 def pipeline(options: Options, appo, args, null: bool) -> dict:
     """Actors, mailbox, pipes, inference thread and rollouts with random actions, without a learner: rows and frames per
     second, and the microseconds of a group. null: with environments that cost nothing."""
-    envs, device = appo.make_envs(args, 1), torch.device("cpu")
-    spaces = appo.spaces_of(envs)
-    envs.close()
-    rows, actor = args.num_workers * args.num_envs_per_worker, appo.actor
+    spaces, actor = appo.spaces_of(args), appo.actor
     if null:
         spaces = appo.Spaces(spaces.image, 0, (4,))
         appo.actor = functools.partial(null_actor, options.family, spaces.image)  # what Actors starts
     torch.set_num_threads(1)
-    mailbox = appo.Mailbox(spaces, rows, args.num_workers)
-    rollouts = appo.Rollouts(spaces, args.rollout, 3 * rows, 0, device)
-    full, free, errors = queue.SimpleQueue(), queue.SimpleQueue(), []
-    free.put((np.arange(3 * rows), None))
-    acting = appo.ActingPolicy(RandomAgent(spaces.heads), 0, device)
-    inference = appo.Inference(args, mailbox, rollouts, acting, device, full, free)
-    actors = appo.Actors(args, mailbox, lambda text, show=True: tqdm.write(text), full.put)
+    args.batch_size = args.num_workers * args.num_envs_per_worker * args.rollout  # slots: never a reason to wait
+    inference, errors = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
 
     def learner() -> None:  # nothing to learn: a full slot is free again
-        while (item := full.get()) is not None:
+        while (item := inference.full.get()) is not None:
             if isinstance(item, BaseException):
                 errors.append(item)
                 return
-            free.put(item)
-            actors.wake()
+            inference.release(item[0])
 
     def check() -> None:
+        actors.check()
         if errors:
             raise errors[0]
 
-    threads = [threading.Thread(target=inference.run, args=(actors,)), threading.Thread(target=learner)]
+    thread = threading.Thread(target=learner)
+    thread.start()
     try:
-        actors.start_all()
-        for thread in threads:
-            thread.start()
-        while (mailbox.numpy().progress < 3).any():
-            check()
-            time.sleep(0.1)
-        time.sleep(options.warm_up)
-        before = [inference.served, inference.steps, inference.batches]
-        text = f"{args.num_workers} workers"
-        found = rates(lambda: inference.served, options.windows, options.window, text, check)
-        served, steps, batches = np.subtract([inference.served, inference.steps, inference.batches], before)
+        with appo.sampling(args, inference, 0, lambda text, show=True: tqdm.write(text), []) as actors:
+            while (actors.mailbox.requests < 3).any():
+                check()
+                time.sleep(0.1)
+            time.sleep(options.warm_up)
+            before = [inference.served, inference.steps, inference.batches]
+            text = f"{args.num_workers} workers"
+            found = rates(lambda: inference.served, options.windows, options.window, text, check)
+            served, steps, batches = np.subtract([inference.served, inference.steps, inference.batches], before)
     finally:
-        inference.stopping = True
-        actors.wake()
-        full.put(None)
-        for thread in threads:
-            if thread.ident:  # else it was not reached
-                thread.join()
-        actors.stop()
+        inference.full.put(None)
+        thread.join()
         appo.actor = actor
     middle = statistics.median(found)
     return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker, rows_per_second=round(middle),

@@ -48,21 +48,23 @@ class Options:
 
 
 def doom_steps(envs, actions):
-    """Only game, screen and image. Generator: yields how many games were really stepped. `envs.ended` is kept, for whoever steps the
-    games next: `valid_steps` begins with its own idea of it, which miscounts one step in 10,000, up as often as down."""
+    """Only game, screen and image. Generator: yields how many games were really stepped. Which games have ended is kept where
+    SyncVectorEnv keeps it, for whoever steps the games next: `valid_steps` begins with its own idea of it, which miscounts one step
+    in 10,000, up as often as down."""
     buttons = np.eye(envs.envs[0].game.get_available_buttons_size() + 1)[:, 1:].tolist()
     while True:
         for action in actions:
-            valid = envs.num_envs - np.count_nonzero(envs.ended)
+            ended = envs._autoreset_envs
+            valid = envs.num_envs - np.count_nonzero(ended)
             for i, env in enumerate(envs.envs):
-                if envs.ended[i]:
+                if ended[i]:
                     env.game.new_episode()
                     env.tics = 0
                 else:
                     env.game.make_action(buttons[action[i]], env.frameskip)
                     env.tics += env.frameskip
                 finished = env.game.is_episode_finished()
-                envs.ended[i] = finished or env.tics >= env.scenario.time_limit
+                ended[i] = finished or env.tics >= env.scenario.time_limit
                 if not finished:
                     env.read_state()
                     env.observation()
@@ -85,7 +87,7 @@ def bare_worker(family: str, args, core: int, counters, barrier) -> None:
     """Body of a process. counters: shared, float64 [2, 2], (valid steps, seconds) of the bare loop and of the dummy sampler's."""
     appo = importlib.import_module(f"appo_{family}")
     os.setsid()  # a process group of its own, to be ended with its games
-    threading.Thread(target=appo.end_with_parent, daemon=True).start()
+    threading.Thread(target=appo.watch_parent, daemon=True).start()
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     envs, counters = appo.make_envs(args, args.num_envs_per_worker), counters.numpy()
@@ -125,19 +127,17 @@ def bare(options: Options, appo, args) -> list[float]:
 
 def network(appo, args) -> dict[str, float]:
     """Milliseconds per sample on one thread: acting at several batch sizes, and learning."""
-    envs, device = appo.make_envs(args, 1), torch.device("cpu")
-    spaces = appo.spaces_of(envs)
-    envs.close()
+    spaces, device = appo.spaces_of(args), torch.device("cpu")
     appo.keep_freed_memory()
     torch.set_num_threads(1)
     agent = appo.Agent(spaces, args)
-    rollouts = appo.Rollouts(spaces, 32, 64, agent.state_size, device)
+    inference = appo.Inference(args, spaces, agent, device)
+    rollouts = inference.rollouts
     rollouts.obs.random_(0, 255)
     for field, value in ((rollouts.logprobs, -2.2), (rollouts.values, 0.0)):
         field.fill_(value)
     rollouts.rewards[:] = 0
-    acting = appo.ActingPolicy(agent, 0, device)
-    learner = appo.Learner(args, agent, rollouts, acting, device, lambda slots, event: None)
+    learner = appo.Learner(args, agent, inference, device)
     result = {}
 
     def median(repeats: int, function) -> float:
@@ -157,7 +157,7 @@ def network(appo, args) -> dict[str, float]:
                 torch.zeros(n, agent.state_size),
             )
             result[f"inference, batch {n}"] = median(30, lambda: agent(*inputs, [0])) / n
-    result["learning, batch 1024"] = median(8, lambda: learner.iterate(np.random.permutation(64)[:32])) / 1024
+    result["learning, batch 1024"] = median(8, lambda: learner.iterate(np.random.permutation(rollouts.first.shape[1])[:32])) / 1024
     return result
 
 
@@ -183,7 +183,7 @@ def main() -> None:
     result["milliseconds_per_sample"] = times
     result["simulation_milliseconds"] = round(1000 * args.num_workers * args.frameskip / statistics.median(rates["bare"]), 3)
     total = result["simulation_milliseconds"] + times["inference, batch 16"] + times["learning, batch 1024"]
-    result["estimate_frames_per_second"] = round(len(appo.cores()) * args.frameskip * 1000 / total)
+    result["estimate_frames_per_second"] = round(len(os.sched_getaffinity(0)) * args.frameskip * 1000 / total)
     print(json.dumps(result, indent=2))
     options.out.write_text(json.dumps(result, indent=2) + "\n")
 
