@@ -34,17 +34,18 @@ of three seeds, 2026-11-21; benchmark/learning_basic.sh).
                                                           +------------------------------------------+
      slot:  FREE -> FILLING (one row) -> FULL -> LEARNING -> FREE        exactly one owner at any time
 
-Words: a *row* is one environment's endless stream of experience; a *group* is the rows of one split of one worker,
-which ask for actions together; a *slot* is room for one rollout (T steps of one row); a *batch* is B rollouts; a *step*
-is one decision of the agent and a *frame* one tick of the game (frames = steps x frameskip). Every policy that is
+Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
+endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
+is room for one rollout (T steps of one row), a *batch* is B rollouts, an *iteration* is what the learner does with one.
+A *step* is one decision of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every policy that is
 published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
 that chose its action.
 
-Time, the one rule that everything follows from. Environments reset on the step AFTER an episode ends (Gymnasium's
+One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
 observation is the first of the next episode. So two flags say all there is to know:
 
-    first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before it is read
+    first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
 and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was restarted)
@@ -57,7 +58,6 @@ import copy
 import ctypes
 import difflib
 import faulthandler
-import fcntl
 import functools
 import importlib.util
 import json
@@ -111,7 +111,7 @@ class Args:
     train_for_seconds: float | None = None  # stop after this many seconds of this session
     device: str = "auto"  # cpu, cuda or cuda:1; auto takes cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the encoder; auto is bfloat16 where the GPU, or the CPU (AVX512-BF16, AMX), computes in it"""
+    """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
     experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
@@ -127,13 +127,13 @@ class Args:
     """actor processes. Default: the cores this process may use. 0: games in this process, to debug (implies sync)"""
     num_envs_per_worker: int = 16  # games per worker
     worker_num_splits: int | None = None
-    """parts that a worker's games are stepped in: while one waits for actions another is stepped. Default: 2 with CUDA
-    and an even number of games; else 1: without CUDA a worker that waits frees a core for the network"""
+    """parts that a worker's games are stepped in: it steps one while the others wait for actions. Default: 2 with CUDA
+    and an even number of games, else 1 (without CUDA a worker that waits leaves its core to the network)"""
     set_workers_cpu_affinity: bool = True
-    """pin each worker and its games to one core, the first to the first; not where a container's CPU quota is below its
-    number of cores. For several runs at once turn it off, or give each of them cores of its own with taskset"""
-    sync: bool = False  # collection waits for learning: an iteration begins with lag 0. The baseline
-    actor_timeout: float = 120.0  # a worker hangs when a step, or the start of one game, takes more seconds than this
+    """pin worker i and its games to the i-th core of this process; off where a container's CPU quota is less than its
+    cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
+    sync: bool = False  # collect only while the learner waits: iterations begin with lag 0. The baseline; nothing ahead
+    actor_timeout: float = 120.0  # a worker is restarted when a step, or the start of one game, takes more seconds
     inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
 
@@ -170,14 +170,14 @@ class Args:
                 self.cfg_path = os.path.abspath(self.cfg_path)
 
 
-# The range of a number, where it is not 1 (whole numbers) or 0.0 to infinity. A reply byte has 256 values
+# The ranges of numbers, where they are not 1 to infinity (whole numbers) or 0.0 to infinity
 LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
-HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, worker_num_splits=256)
-BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # the default batch is near this part of a rollout of every row
+HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, worker_num_splits=256)  # a reply is one byte
+BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default: this part of one rollout of every row, at least so many samples
 
 
 class UserError(Exception):
-    """Something the user can mend; printed as one line, without a traceback."""
+    """Something the user can fix; printed as one line, without a traceback."""
 
 
 def cpu_quota() -> float:
@@ -214,7 +214,7 @@ def resolve(args: Args) -> Args:
                 capable = torch.cuda.is_bf16_supported(including_emulation=False)
         args.precision = "bfloat16" if capable else "float32"
     n = max(1, int(min(in_mask, quota)))
-    if quota < in_mask:  # the other containers of this machine would pin their workers to the same cores
+    if quota < in_mask:  # this machine's other containers see the same cores, and would pin to them too
         args.set_workers_cpu_affinity = False
     args.num_workers = n if args.num_workers is None else args.num_workers
     args.sync |= args.num_workers == 0
@@ -237,9 +237,9 @@ def resolve(args: Args) -> Args:
             args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
     if args.batch_size < args.rollout or args.batch_size % args.rollout:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
-    if args.sync and args.batch_size % (rows * args.rollout):
-        raise UserError(f"--sync needs whole rollouts of every row: --batch-size {args.batch_size} is not a multiple "
-                        f"of {rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
+    if args.sync and args.batch_size != rows * args.rollout:
+        raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} is not {rows} rows x "
+                        f"{args.rollout} steps = {rows * args.rollout}")  # fmt: skip
     return args
 
 
@@ -309,33 +309,38 @@ def find_wad(name: str) -> str:
 
 @functools.cache
 def launcher() -> str:
-    """Path of a script that starts the engine, in memory and there as long as this process. The engine then works in
-    the temporary folder, where it keeps a folder of its own (several that make it at once would crash); a terminal's
-    Ctrl-C is not for it; and it ends with the process that started it, however that ends."""
-    folder, engine = tempfile.gettempdir(), Path(vizdoom.__file__).parent / "vizdoom"
+    """Path of a shell script, kept in memory, that starts an engine: in the temporary folder, with the engine's own
+    folder made beforehand (engines that make it at the same time crash), deaf to a terminal's Ctrl-C, and killed by the
+    kernel when the process that started it ends."""
+    folder, engine = shlex.quote(tempfile.gettempdir()), shlex.quote(f"{Path(vizdoom.__file__).parent}/vizdoom")
     script = f"""#!/bin/sh
 trap '' INT
-mkdir -p {shlex.quote(folder)}/_vizdoom && cd {shlex.quote(folder)} || exit 1
-exec setpriv --pdeathsig KILL {shlex.quote(str(engine))} "$@"
+mkdir -p {folder}/_vizdoom && cd {folder} || exit 1
+mortal="setpriv --pdeathsig KILL"  # from util-linux; where it is too old, a killed --evaluate leaves its engines
+$mortal true 2> /dev/null || mortal=
+exec $mortal {engine} "$@"
 """
     file = os.memfd_create("vizdoom_launcher")
     os.write(file, script.encode())
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def unlink_game_files() -> None:
-    """Removes the names of the games' shared memory that this process has mapped, and of no other run's."""
-    lines = [line for line in open("/proc/self/maps") if "/dev/shm/ViZDoom" in line and "(deleted)" not in line]
-    for file in {line.split()[-1] for line in lines}:
-        with contextlib.suppress(OSError):
+def unlink_game_files(pid: int | str = "self") -> None:
+    """Unlinks the shared memory that a process's games have mapped, and no other run's."""
+    with contextlib.suppress(OSError):
+        lines = [line for line in open(f"/proc/{pid}/maps") if "/dev/shm/ViZDoom" in line and "(deleted)" not in line]
+        for file in {line.split()[-1] for line in lines}:
             os.unlink(file)
 
 
 def unlink_orphans() -> None:
-    """Removes what games left that died while they started: shared memory that no process has open or mapped any more.
-    The kernel knows, of other runs and containers too: it grants a lease for writing only on such a file."""
+    """Unlinks shared memory left by games that died while they started. The kernel grants a write lease only on a file
+    that nobody has open or mapped, in any container: files of living games are safe."""
+    import fcntl  # here, so that other systems get main's sentence and no ImportError
+
     for path in Path("/dev/shm").glob("ViZDoom*"):
         with contextlib.suppress(OSError), open(path) as file:
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # who opens it meanwhile sends this; SIGIO would end us
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             path.unlink()
 
@@ -354,7 +359,7 @@ class DoomEnv(gym.Env):
         else:
             self.setup(env_id)
         self.game.set_vizdoom_path(launcher())
-        self.game.set_episode_timeout(0)  # the engine has no state after its own time limit, so the limit is ours
+        self.game.set_episode_timeout(0)  # after its own time limit the engine has no state, so the limit is ours
         self.game.set_screen_resolution(vizdoom.ScreenResolution.RES_160X120)
         self.game.set_screen_format(vizdoom.ScreenFormat.RGB24)
         self.game.set_mode(vizdoom.Mode.PLAYER)
@@ -414,7 +419,7 @@ class DoomEnv(gym.Env):
             self.game.new_episode()
         else:
             self.game.init()
-            # Both sides have them open by now; without names they go away with the processes, however those end.
+            # Both sides have the files open. Without names their memory goes with the processes, however they end.
             unlink_game_files()
             self.running = True
         self.tics, self.weapons = 0, deque(maxlen=5)
@@ -448,7 +453,7 @@ class DoomEnv(gym.Env):
         terminated = self.game.is_episode_finished()
         bonus = 0.0
         if terminated:
-            self.screen = np.zeros(SCREEN, np.uint8)  # the engine has no state any more; this one is never used
+            self.screen = np.zeros(SCREEN, np.uint8)  # the engine has no state any more; no loss uses this
         else:
             before = self.variables
             self.read_state()
@@ -483,8 +488,9 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     """The environments of one split of a worker. Edit this function to train on something else.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image, alone or in a Dict
-    as `obs` beside a float `vector`, and take Discrete or MultiDiscrete actions. No game is started before `reset`.
-    `info` may have `raw_reward`, which scores are sums of, and `game_over`, where an episode's end is not the game's.
+    as `obs` beside a float `vector` (several: concatenated), and take Discrete or MultiDiscrete actions. No game is
+    started before `reset`. In every step's `info` there may be `raw_reward`, a float that scores are sums of, and
+    `game_over`, a bool, where the end of an episode is not the end of the game.
     """
     envs = [lambda: DoomEnv(args.env_id, args.frameskip, args.cfg_path)] * num_envs
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
@@ -539,7 +545,7 @@ class Mailbox:
         def shared(*shape, dtype):
             return torch.zeros(shape, dtype=dtype).share_memory_()
 
-        # written by actor: rows are theirs from a reply to the next request
+        # written by the actor, between a reply and its next request
         self.obs = shared(rows, *spaces.image, dtype=torch.uint8)  # the current observation
         self.vector = shared(rows, spaces.vector, dtype=torch.float32)  # and the vector beside it
         self.reward = shared(rows, dtype=torch.float32)  # of the action before it, after scale and clip
@@ -547,9 +553,9 @@ class Mailbox:
         self.first = shared(rows, dtype=torch.bool)  # obs is the first of an episode
         # of the game that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended)
         self.episode = shared(rows, 3, dtype=torch.float32)
-        # written by inference, read by actor
+        # written by inference, between a request and its reply
         self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        # written by actor at any time: how the main process sees that it is not stuck
+        # written by the actor at any time, zeroed when it is started: signs that it is not stuck
         self.started = shared(workers, dtype=torch.int64)  # games started so far
         self.requests = shared(workers, dtype=torch.int64)  # requests so far
 
@@ -559,10 +565,10 @@ class Mailbox:
 
 
 class Rollouts:
-    """Private memory of the main process, [time, slot, ...]; inference writes FILLING slots, the learner reads FULL.
+    """Private memory of the main process, [time, slot, ...]: inference writes FILLING slots, the learner copies FULL.
 
-    What inference computes on the device stays there; the few bytes a step that come from the actors are kept on the
-    host, where the learner finds resets and validity without asking the device. NaN marks what was never written.
+    Observations, and what inference computes, stay on the device. Flags, rewards and versions stay on the host, where
+    the learner finds resets and valid samples without asking the device. NaN marks what was never written.
     """
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
@@ -573,18 +579,18 @@ class Rollouts:
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, **on)
         self.logprobs = torch.full((T, slots), torch.nan, **on)  # of the actions, by the policy that acted (mu)
         self.values = torch.full((T, slots), torch.nan, **on)  # by the policy that acted, for value clipping only
-        self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0] was read
+        self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0] entered it, and before its reset
         # on the host
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
-        self.versions = np.zeros((T, slots), np.int64)  # that chose actions[t]
+        self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
 
 
 def slots_needed(args: Args) -> int:
-    """Room for what is filled and what waits for the learner, and never so little that they wait for each other: when
-    nothing moves every group is held, so no slot is FILLING, fewer than B wait for the learner, and a group, which
-    takes its n slots at once, finds them among the rest. With `sync` there is one batch, and nothing ahead of it."""
+    """Room for what is filled and for what waits for the learner, and enough that the two never wait for each other: if
+    nothing moved, every group would be waiting for slots, so none would be FILLING and at most B - 1 FULL, and of B + n
+    slots the n that a group takes would be free. With `sync` there is one slot for every row."""
     B, n = args.batch_size // args.rollout, args.num_envs_per_worker // args.worker_num_splits
     if args.sync:
         return B
@@ -625,13 +631,13 @@ class Normalizer(nn.Module):
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
         """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
         Raises FloatingPointError, before anything is changed, for an input that is not finite."""
-        x = x[valid].float() / self.unit  # waits for the device, which the learner has just done anyway
+        x = x[valid].float() / self.unit  # boolean indexing waits for the device; the learner has just done so anyway
         n = len(x)
         if n == 0:
             return
         mean = x.mean(0)
         var = (x - mean).square_().mean(0)
-        if not (mean + var).isfinite().all():  # clipped to +-5, the losses would not tell
+        if not (mean + var).isfinite().all():  # inputs are clipped to +-5, so no loss would show it
             raise FloatingPointError("an observation is not finite")
         total = self.count + n
         delta = mean - self.mean
@@ -695,16 +701,16 @@ class Agent(nn.Module):
             x = torch.cat([x, self.vector_fc(self.vector_norm(vector))], dim=-1)
         return x
 
-    def forward(self, obs, vector, first, state, restarts):
+    def forward(self, obs, vector, first, state, restarts=(0,)):
         """obs uint8 [T, B, H, W, C], vector float32 [T, B, V], first bool [T, B], state float32 [B, state_size] before
-        obs[0]; restarts: the times, 0 among them, at which `first` is set in any row. There the sequence is cut for all
-        rows, and the state of those with `first` is zeroed.
+        obs[0]; restarts: the times at which `first` is set in any row, in order, with 0. The recurrent core runs once
+        for each stretch between them; where one begins, the state of the rows with `first` is zeroed.
         Returns logits [T, B, sum(heads)], values [T, B], state."""
         T, B = first.shape
         x = self.encode(obs.flatten(0, 1), vector.flatten(0, 1)).unflatten(0, (T, B))
         if self.rnn_type != "none":
             outputs = []
-            lengths = [end - start for start, end in zip(restarts, restarts[1:] + [T])]
+            lengths = [end - start for start, end in zip(restarts, [*restarts[1:], T])]
             for start, stretch in zip(restarts, x.split(lengths)):  # one call per stretch in which nothing restarts
                 state = torch.where(first[start].unsqueeze(-1), 0.0, state)
                 hidden = state.unsqueeze(0)
@@ -763,10 +769,11 @@ def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[i
 def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: float, lam: float):
     """V-trace targets and advantages (Espeholt et al. 2018, IMPALA, section 4.1; lambda: their remark 2).
 
-    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where the episode ended) float32 [T, B], valid bool [T, B]
+    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where it terminated) float32 [T, B], valid bool [T, B]
     (False cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
     Returns vs [T+1, B] (vs[T] = V[T]) and advantages [T, B].
 
+        rho[t] = min(ratio[t], rho_bar), c[t] = lam min(ratio[t], c_bar), both 0 where not valid
         vs[t] = V[t] + rho[t] (r[t] + discount[t] V[t+1] - V[t]) + discount[t] c[t] (vs[t+1] - V[t+1])
         A[t]  = r[t] + discount[t] (lam vs[t+1] + (1 - lam) V[t+1]) - V[t]
 
@@ -797,8 +804,8 @@ class Batch(NamedTuple):
     values: torch.Tensor  # float32 [T, B]
     rewards: torch.Tensor  # float32 [T, B]
     terminated: torch.Tensor  # bool [T, B]
-    mask: torch.Tensor  # bool [T, B]: valid and younger than max_policy_lag, what the losses are taken over
-    restarts: list[int]
+    mask: torch.Tensor  # bool [T, B]: valid and younger than max_policy_lag: what the losses average over
+    restarts: list[int]  # see Agent.forward
     size: int  # samples in mask, on the host
 
 
@@ -851,13 +858,13 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
 # Actor
 # ======================================================================================================================
 
-REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; a pipe never tears writes this small
+REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; writes this small are atomic
 WAKE = -1  # "group" of a message that only wakes the inference thread: slots were freed, or the run ends
 
 
 class Games:
-    """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; these are the caller's
-    until it calls `step` for that split again, with `mailbox.action` filled in."""
+    """The environments of one worker. `reset` and `step` write a split's rows of the mailbox. Then these belong to the
+    caller until it calls `step` for that split again, with the actions filled in."""
 
     def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
         S = args.worker_num_splits
@@ -866,13 +873,15 @@ class Games:
         self.splits = [make_envs(args, n) for _ in range(S)]
         starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
         self.rows = [slice(start, start + n) for start in starts]
-        self.ended = np.zeros((S, n), bool)  # the last step ended an episode, so the next one only resets
+        self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
         self.totals = np.zeros((S, n, 3))  # of the running games, what Mailbox.episode has of finished ones
 
     def reset(self, split: int) -> None:
         """Starts the split's games."""
         r, envs, mailbox, seed = self.rows[split], self.splits[split], self.mailbox, self.seed + split * self.n
-        for i, env in enumerate(getattr(envs, "envs", ())):  # one by one, where that is possible: each is progress
+        # Where the vector class allows it games are started one by one, so that each counts as progress. The reset of
+        # all that follows costs little.
+        for i, env in enumerate(getattr(envs, "envs", ())):
             env.reset(seed=seed + i)
             mailbox.started[self.worker] += 1
         observation, _ = envs.reset(seed=seed)
@@ -907,21 +916,21 @@ class Games:
 
 
 def game_seed(*entropy: int) -> int:
-    """The seed of a worker's first game; the others have the next ones. Below 2**30, so that these fit 31 bits."""
+    """The seed of a worker's first game; game i has seed + i. Below 2**30, so that all of them fit 31 bits."""
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
 
 
 def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int, mailbox: Mailbox,
-          requests, replies, errors) -> None:  # fmt: skip
-    """Body of an actor process. All actors write to `requests`; `replies` has the splits whose actions are there, a
-    byte each; `errors` takes this actor's last words as raw text."""
-    os.setsid()  # a group of our own, which can be ended even after we are dead
+          request_pipe, reply_pipe, error_pipe) -> None:  # fmt: skip
+    """Body of an actor process. All actors write to one request pipe. A byte in this actor's reply pipe names a split
+    whose actions are there. The error pipe takes its last words as raw text."""
+    os.setsid()  # a process group of our own, which can be ended even after we are dead
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2:  # else the games would hold our pipes open, and nobody would see them close
+        if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
             with contextlib.suppress(OSError):
                 os.set_inheritable(fd, False)
     threading.Thread(target=watch_parent, daemon=True).start()
-    faulthandler.register(signal.SIGUSR1, file=errors.fileno())  # the main process asks a hung actor where it hangs
+    faulthandler.register(signal.SIGUSR1, file=error_pipe.fileno())  # the main process asks a hung actor where it hangs
     if core is not None:
         os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
     os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
@@ -932,63 +941,68 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
 
         def request(split: int) -> None:
             numpy.requests[worker] += 1
-            os.write(requests.fileno(), REQUEST.pack(worker * S + split, incarnation))
+            os.write(request_pipe.fileno(), REQUEST.pack(worker * S + split, incarnation))
             # From here on the split's rows belong to inference, until a reply names it.
 
         for split in range(S):
             games.reset(split)
             request(split)
-        while reply := os.read(replies.fileno(), 1):  # empty when the pipe is closed: the run is over
+        while reply := os.read(reply_pipe.fileno(), 1):  # empty when the pipe is closed: the run is over
             games.step(reply[0])
             request(reply[0])
         games.close()
     except BaseException:
         with contextlib.suppress(OSError):
-            os.write(errors.fileno(), traceback.format_exc().encode()[-60_000:])
-        os._exit(1)  # without closing the games, which may hang: the main process ends the group
+            os.write(error_pipe.fileno(), traceback.format_exc().encode()[-60_000:])
+        os._exit(1)  # without closing the games, which may hang: the main process ends our process group
 
 
 def watch_parent() -> None:
     """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
-    parent = [mp.parent_process().sentinel]
-    # Where Linux schedules by session, setsid made a group of its own, to be niced apart. Of users other than root the
-    # kernel takes one such write in 100 ms, from the whole machine.
-    with contextlib.suppress(OSError):  # where it does not
-        while not multiprocessing.connection.wait(parent, timeout=0):
-            try:
-                Path("/proc/self/autogroup").write_text("10")
-                break
-            except BlockingIOError:
-                multiprocessing.connection.wait(parent, timeout=random.uniform(0.1, 2.0))
-    multiprocessing.connection.wait(parent)
+    parent, pause = [mp.parent_process().sentinel], 0.0
+    while not multiprocessing.connection.wait(parent, timeout=pause):
+        # Where Linux schedules by session, nice works within a session only. setsid has made one: nice that too. From
+        # users other than root the kernel takes this once in 100 ms, on the whole machine.
+        try:
+            Path("/proc/self/autogroup").write_text("10")
+            pause = None
+        except BlockingIOError:
+            pause = random.uniform(0.1, 2.0)
+        except OSError:  # it does not schedule so
+            pause = None
     end_group(os.getpgid(0))  # ourselves among it
 
 
-def end_group(group: int) -> None:
-    """Ends an actor, dead or alive, and its games. Games that are just being started still have named memory."""
-    if group == os.getpgid(0):
-        unlink_game_files()
-    with contextlib.suppress(OSError):
-        os.killpg(group, signal.SIGKILL)
+def end_group(process_group: int) -> None:
+    """Kills an actor, if it is still alive, and its games. Games that are just being started have memory with names."""
     unlink_orphans()
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == process_group:
+                unlink_game_files(pid)
+    with contextlib.suppress(OSError):
+        os.killpg(process_group, signal.SIGKILL)
 
 
 class Actors:
-    """The actor processes: started, looked after by the learner's thread, and replaced when they die or hang."""
+    """The actor processes: started, looked after by the learner's thread, and replaced when they die or hang.
+
+    With an actor its games are lost, and the last transition of each of its rows, which the next observation, a `first`
+    one, makes invalid. What its rows have in FILLING slots stays."""
 
     SHORT_LIFE = 1000  # requests. An actor that dies before so many three times in a row ends the run
 
-    def __init__(self, args: Args, mailbox: Mailbox, requests, session: int, log):
-        """`requests` is the pipe that actors write to; with another `session` the games are other games."""
-        self.args, self.shared, self.mailbox, self.requests = args, mailbox, mailbox.numpy(), requests
+    def __init__(self, args: Args, mailbox: Mailbox, request_pipe, session: int, log):
+        """With another `session` the games are other games."""
+        self.args, self.mailbox, self.numpy, self.request_pipe = args, mailbox, mailbox.numpy(), request_pipe
         self.session, self.log, self.restarts, self.looked = session, log, 0, time.monotonic()
         self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
         self.lock = threading.Lock()  # a reply pipe is not written to while it is replaced
         # of each worker
-        self.processes, self.replies, self.errors = ([None] * args.num_workers for _ in range(3))
+        self.processes, self.reply_pipes, self.error_pipes = ([None] * args.num_workers for _ in range(3))
         self.incarnations, self.short_lives, self.replied = ([0] * args.num_workers for _ in range(3))
-        self.progress = [0] * args.num_workers  # games started and requests, when last looked at,
-        self.looks = [0] * args.num_workers  # and the number of looks that found it at work on the same
+        self.progress = [0] * args.num_workers  # games started, requests and replies when last looked at,
+        self.seconds = [0.0] * args.num_workers  # and for how long it has been at work since
 
     def start_all(self) -> None:
         self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
@@ -1003,21 +1017,19 @@ class Actors:
         args, incarnation, allowed = self.args, self.incarnations[worker], sorted(os.sched_getaffinity(0))
         core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
         seed = game_seed(args.seed, self.session, worker, incarnation)
-        self.mailbox.started[worker] = self.mailbox.requests[worker] = 0
-        self.replied[worker] = self.progress[worker] = self.looks[worker] = 0
-        reply_reader, reply_writer = self.context.Pipe(duplex=False)
-        self.errors[worker], error_writer = self.context.Pipe(duplex=False)
-        with self.lock:
-            self.replies[worker] = reply_writer
-        arguments = (args, worker, incarnation, core, seed, self.shared, self.requests, reply_reader, error_writer)
+        self.numpy.started[worker] = self.numpy.requests[worker] = 0
+        self.replied[worker], self.progress[worker], self.seconds[worker] = 0, 0, 0.0
+        reply_pipe, self.reply_pipes[worker] = self.context.Pipe(duplex=False)
+        self.error_pipes[worker], error_pipe = self.context.Pipe(duplex=False)
+        arguments = (args, worker, incarnation, core, seed, self.mailbox, self.request_pipe, reply_pipe, error_pipe)
         process = self.context.Process(target=actor, name=f"actor {worker}", args=arguments, daemon=True)
         process.start()
         self.processes[worker] = process
-        reply_reader.close()
-        error_writer.close()
+        reply_pipe.close()
+        error_pipe.close()
 
     def is_current(self, group: int, incarnation: int) -> bool:
-        """False for what is left of an actor that was replaced."""
+        """False for the requests of an actor that has been replaced."""
         return self.incarnations[group // self.args.worker_num_splits] == incarnation
 
     def reply(self, requests: list[tuple[int, int]]) -> None:
@@ -1027,73 +1039,73 @@ class Actors:
                 worker, split = divmod(group, self.args.worker_num_splits)
                 if self.is_current(group, incarnation):
                     with contextlib.suppress(OSError):  # a dead actor's pipe; `check` will see to it
-                        os.write(self.replies[worker].fileno(), bytes([split]))
+                        os.write(self.reply_pipes[worker].fileno(), bytes([split]))
                     self.replied[worker] += 1
 
     def check(self) -> None:
-        """Looks after the actors, once a second; the learner's thread calls it often. A hang is counted in looks, not
-        in seconds: while the whole container stands still there are none. Raises RuntimeError when an actor cannot be
-        kept alive."""
-        if time.monotonic() - self.looked < 1.0:
+        """The learner's thread calls this often; it looks after the actors once a second. Raises RuntimeError when one
+        cannot be kept alive."""
+        elapsed, S = time.monotonic() - self.looked, self.args.worker_num_splits
+        if elapsed < 1.0:
             return
-        self.looked, S = time.monotonic(), self.args.worker_num_splits
+        self.looked += elapsed
         for worker, process in enumerate(self.processes):
-            requests = int(self.mailbox.requests[worker])
-            progress = requests + int(self.mailbox.started[worker])
+            requests = int(self.numpy.requests[worker])
+            progress = requests + int(self.numpy.started[worker]) + self.replied[worker]
             waits = requests - self.replied[worker] >= S  # for replies to all of its splits
             if waits or progress > self.progress[worker]:
-                self.progress[worker], self.looks[worker] = progress, 0
-            else:
-                self.looks[worker] += 1
+                self.progress[worker], self.seconds[worker] = progress, 0.0
+            else:  # if the whole container was paused, all of `elapsed` was no time for the actor
+                self.seconds[worker] += min(elapsed, 10.0)
             if not process.is_alive():
                 self.replace(worker, "died")
-            elif self.looks[worker] > self.args.actor_timeout:
+            elif self.seconds[worker] > self.args.actor_timeout:
                 with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its errors pipe
+                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its error pipe
                 time.sleep(0.5)
                 doing = "stepping" if requests >= S else "starting a game"
                 self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {doing}")
 
     def replace(self, worker: int, reason: str) -> None:
-        process, errors, last_words = self.processes[worker], self.errors[worker], ""
-        process.kill()
+        process, error_pipe, last_words = self.processes[worker], self.error_pipes[worker], ""
+        end_group(process.pid)
+        process.kill()  # if it died or hung before it had a process group of its own
         process.join(5)
-        end_group(process.pid)  # its games end with it, if they still can
-        while errors.poll() and (text := os.read(errors.fileno(), 65536)):
+        while error_pipe.poll() and (text := os.read(error_pipe.fileno(), 65536)):
             last_words += text.decode(errors="replace")
         message = f"actor {worker} {reason} (exit code {process.exitcode})"
         self.restarts += 1
-        short_life = self.mailbox.requests[worker] < self.SHORT_LIFE
+        short_life = self.numpy.requests[worker] < self.SHORT_LIFE
         self.short_lives[worker] = self.short_lives[worker] + 1 if short_life else 0
         if self.short_lives[worker] == 3:
             raise RuntimeError(f"{message}, for the third time\n{last_words.strip()}".strip())
         self.log(f"{message}; starting it again\n{last_words}".strip())
+        error_pipe.close()
         with self.lock:
             self.incarnations[worker] += 1  # what is left of the old one's requests is dropped from here on
-            self.replies[worker].close()
-        errors.close()
+            self.reply_pipes[worker].close()
         self.start(worker)
 
     def wait_for_games(self, stop_signals: list[int]) -> None:
         """Returns when every game has been started or the user stops the run."""
-        with tqdm(total=len(self.shared.first), desc="starting games", disable=None) as bar:
+        with tqdm(total=len(self.numpy.first), desc="starting games", disable=None) as bar:
             while bar.n < bar.total and not stop_signals:
                 self.check()
                 time.sleep(0.1)
-                bar.n = int(self.mailbox.started.sum())
+                bar.n = int(self.numpy.started.sum())
                 bar.refresh()
 
     def stop(self, patience: float) -> None:
         """Ends all actors: by closing their pipes, and after `patience` seconds by force."""
         started = [worker for worker, process in enumerate(self.processes) if process]
         for worker in started:
-            self.replies[worker].close()
+            self.reply_pipes[worker].close()
         deadline = time.monotonic() + patience
         for worker in started:
             self.processes[worker].join(max(0.0, deadline - time.monotonic()))
         for worker in started:
-            self.processes[worker].kill()
             end_group(self.processes[worker].pid)
+            self.processes[worker].kill()
 
 
 # ======================================================================================================================
@@ -1107,13 +1119,13 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def wait_event(event: torch.cuda.Event | None) -> None:
-    """The calling thread's CUDA stream (not the thread) waits until the mark was passed."""
+    """Makes the calling thread's CUDA stream (not the thread) wait until the mark was passed."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
 
 def own_stream(device: torch.device, threads: int, priority: int = 0):
-    """Context of a thread that computes: its number of CPU threads and a CUDA stream of its own; -1: goes first."""
+    """Sets a thread's number of CPU threads; returns a context with a CUDA stream of its own (priority -1 is high)."""
     torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
     torch.set_num_threads(threads)
     if device.type == "cuda":
@@ -1122,12 +1134,12 @@ def own_stream(device: torch.device, threads: int, priority: int = 0):
 
 
 class ActingPolicy:
-    """The policy that acts, apart from the one that learns: two copies, one in use, one for the learner to fill. A
-    copy's lock says who may launch work on it; on CUDA its event says when the work launched last is done. Nobody ever
-    reads half an update."""
+    """Two copies of the policy: inference uses the current one while the learner fills the spare one, then they swap. A
+    copy's lock orders who launches work on it, and on CUDA its event makes the one's stream wait for the other's work.
+    So nobody ever reads half an update."""
 
     def __init__(self, agent: Agent, device: torch.device):
-        self.device, self.learned = device, list(agent.state_dict().values())  # its memory never moves
+        self.device, self.learned = device, list(agent.state_dict().values())  # updated in place
         self.current, self.spare = (self.frozen_copy(agent) for _ in range(2))
 
     def frozen_copy(self, agent: Agent) -> SimpleNamespace:
@@ -1168,11 +1180,11 @@ class Inference:
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
         self.acting = ActingPolicy(agent, device)
         self.request_reader, self.request_writer = mp.Pipe(duplex=False)  # all actors write to it
-        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # of (slots, event) to and from the learner
+        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
         self.free_slots = deque(range(slots))
         groups = rows // self.size
         self.t = [0] * groups  # steps in the FILLING slots; the rows of a group are in step
-        self.slots: list[np.ndarray | None] = [None] * groups  # None: full and handed over, no new ones yet
+        self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
         self.state = torch.zeros(rows, agent.state_size, device=device)
         self.obs = torch.zeros_like(self.mailbox.obs, device=device)  # the mailbox rows being served, on the device
         self.vector = torch.zeros_like(self.mailbox.vector, device=device)
@@ -1183,15 +1195,15 @@ class Inference:
             for source, _, _ in self.copied:
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        # The last finished ones, as in Mailbox.episode. Kept over a resume: the games that end first after it are short
-        # ones, whose mean could pass for a best return.
+        # The last finished ones, as in Mailbox.episode. Checkpoints keep them: the games that end first after a resume
+        # are short ones, whose mean could pass for a best return.
         self.episodes: deque[list[float]] = deque(maxlen=100)
-        self.steps = self.served = self.batches = 0  # statistics: valid steps, rows and batches served
+        self.served = self.batches = 0  # statistics: rows and batches served
         self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
 
     def release(self, slots: np.ndarray) -> None:
-        """The learner calls this when its last copy out of the slots has been launched: they are FREE."""
+        """The learner gives slots back. They are FREE when the event, behind its last copy out of them, has passed."""
         self.free.put((slots, record_event(self.device)))
         self.wake()
 
@@ -1204,7 +1216,7 @@ class Inference:
         self.wake()
 
     def unpin(self) -> None:
-        """Before the mailbox is freed: CUDA would take whatever lies at its addresses next for it."""
+        """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
         if self.device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
                 torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
@@ -1215,7 +1227,7 @@ class Inference:
         """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
         try:
             with own_stream(self.device, self.args.inference_threads, priority=-1):
-                waiting: list[tuple[int, int]] = []  # requests; until its reply a group's rows belong to this thread
+                waiting: list[tuple[int, int]] = []  # requests. Their groups' rows belong to this thread
                 while not self.stopping:
                     start = time.perf_counter()
                     data = os.read(self.request_reader.fileno(), 1 << 16)
@@ -1233,12 +1245,13 @@ class Inference:
 
     @torch.inference_mode()
     def serve(self, groups: list[int]) -> list[int]:
-        """Stores the groups' mailbox rows, and writes actions for all that have a slot; returns those."""
-        done = [group for group in groups if self.t[group] == self.args.rollout]
-        if done:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
-            self.store(done)
+        """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
+        returns those. The others are held: the caller tries them again when slots are free."""
+        filled = [group for group in groups if self.t[group] == self.args.rollout]
+        if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
+            self.store(filled)
             event = record_event(self.device)
-            for group in done:
+            for group in filled:
                 self.full.put((self.slots[group], event))
                 self.t[group], self.slots[group] = 0, None
         while not self.free.empty():
@@ -1264,7 +1277,7 @@ class Inference:
         t = np.repeat([self.t[group] for group in groups], n)
         slots = np.concatenate([self.slots[group] for group in groups])
         rollouts.first[t, slots] = first = numpy.first[rows]
-        later = t > 0  # the reward of the step before a slot's first was stored with the slot before
+        later = t > 0  # at t = 0 the reward belongs to the slot before, which has it
         t1, s1, r1 = t[later] - 1, slots[later], rows[later]
         rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
         index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
@@ -1283,19 +1296,19 @@ class Inference:
         with self.acting.use() as policy:
             state = self.state[d_rows]
             obs, vector = self.obs[None, :n], self.vector[None, :n]
-            logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state, [0])
+            logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state)
             actions, logprobs = sample_actions(logits[0], policy.agent.heads)
             rollouts.actions[d_t, d_slots] = actions
             rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
             if (t == 0).any():
                 rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
             rollouts.versions[t, slots] = policy.version
-        self.numpy.action[rows] = actions.cpu().numpy()  # the one place where inference waits for the device
+        self.numpy.action[rows] = actions.cpu().numpy()  # waits for the device, so also for its copies out
+        # of the mailbox: only now may the actors have their rows back
         self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
         for group in groups:
             self.t[group] += 1
         self.served += n
-        self.steps += n - int(first.sum())
         self.batches += 1
 
 
@@ -1328,23 +1341,20 @@ class Learner:
     def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
         """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
         r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
-        on_device = {}
-        for name in ("obs", "vector", "actions", "logprobs", "values"):
-            if self.device.type == "cpu":  # through NumPy: 3 times faster for big rows
-                on_device[name] = torch.from_numpy(np.take(getattr(r, name).numpy(), slots, axis=1))
-            else:
-                on_device[name] = getattr(r, name).index_select(1, d_slots)
+        names = ("obs", "vector", "actions", "logprobs", "values")
+        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in names}
         first, lag = r.first[:, slots], self.version - r.versions[:, slots]
         valid = ~first[1:]
         restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
         mask = valid & (lag < self.args.max_policy_lag)
         host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
         moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
-        rnn_state = r.rnn_state[d_slots]
+        rnn_state = r.rnn_state.index_select(0, d_slots)
         return Batch(**on_device, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
 
     def iterate(self, slots: np.ndarray) -> dict[str, float]:
-        """Learns from B FULL slots, which are FREE afterwards. Returns metrics.
+        """Learns from B FULL slots, and gives them back as soon as they are copied, with `sync` when the new policy is
+        published. Returns metrics.
 
         Raises FloatingPointError before a non-finite update is made: the weights are still good.
         """
@@ -1377,7 +1387,7 @@ class Learner:
             self.optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
-            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is ever published or saved
+            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
                 raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
             self.optimizer.step()
         metrics["losses/grad_norm"] = grad_norm
@@ -1421,9 +1431,7 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
     paths = sorted(folder.glob("checkpoint_*.pth" if kind == "latest" else "best.pth"), reverse=True)
     for path in paths:
         try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            log(f"loaded {path}")
-            return checkpoint
+            return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
     if paths:  # a fresh start would in time delete them
@@ -1432,7 +1440,7 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
 
 
 def saved_args(folder: Path) -> dict:
-    """What was typed for an experiment, without the flags of one session. Raises UserError."""
+    """The flags typed for an experiment, without those of one SESSION. Raises UserError."""
     if not (folder / "cfg.json").exists():
         raise UserError(f"there is no experiment in {folder}")
     saved = json.loads((folder / "cfg.json").read_text())["args"]
@@ -1440,10 +1448,10 @@ def saved_args(folder: Path) -> dict:
 
 
 def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
-    """A trained policy from an experiment's folder, its resolved Args, with `changes` such as device="cpu", and its
-    step. kind: "latest" or "best". Raises UserError."""
-    folder = Path(folder)
-    args = resolve(Args(**saved_args(folder) | changes))
+    """A trained policy from an experiment's folder, its Args for games in this process, with `changes` such as
+    device="cpu", and its step. kind: "latest" or "best". Raises UserError."""
+    folder, here = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
+    args = resolve(Args(**saved_args(folder) | changes | here))
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
     if checkpoint is None:
         raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
@@ -1463,9 +1471,8 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     if args.save_video:
         import imageio.v2 as imageio
     count = min(args.eval_episodes, 16)
-    # The games are in this process, whatever trained: only training must fit that machine's rows.
-    here = dict(num_workers=0, num_envs_per_worker=count, worker_num_splits=None, batch_size=None)
-    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **asdict(args) | here)
+    changes = asdict(args) | dict(num_envs_per_worker=count)
+    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **changes)
     spaces = spaces_of(args)
     check_shared_memory(spaces, count)
     device, mailbox = torch.device(args.device), Mailbox(spaces, count, 1)
@@ -1479,7 +1486,7 @@ def evaluate(args: Args, folder: Path) -> list[float]:
             if args.save_video and len(returns[0]) < per_game and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
                 frames.append(np.array(games.splits[0].render()[0]))
             tensors = [part.to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
-            logits, _, state = agent(*tensors, state, [0])
+            logits, _, state = agent(*tensors, state)
             numpy.action[:] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
             games.step(0)
             for i in np.flatnonzero(numpy.episode[:, 2]):
@@ -1506,7 +1513,7 @@ def evaluate(args: Args, folder: Path) -> list[float]:
 
 # flags of one session, not of the experiment
 SESSION = ("train_for_seconds", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video")
-FIXED = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")  # what a checkpoint fits only the same of
+FIXED = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")  # must match the checkpoint's
 
 
 def parse_args() -> tuple[Args, Path]:
@@ -1534,14 +1541,12 @@ def parse_args() -> tuple[Args, Path]:
 
 def keep_freed_memory() -> None:
     """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
-        if mallopt:
-            mallopt(option, value)
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 def check_shared_memory(spaces: Spaces, rows: int) -> None:
-    """Raises UserError when /dev/shm has no room for the mailbox and the games: the kernel would end the run later."""
+    """Raises UserError when /dev/shm has no room for the mailbox and the games: later the kernel would kill the run."""
     needed = rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY)
     free = shutil.disk_usage("/dev/shm").free
     if needed > free:
@@ -1551,6 +1556,8 @@ def check_shared_memory(spaces: Spaces, rows: int) -> None:
 
 def open_log(folder: Path):
     """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
+    import fcntl  # here, so that other systems get main's sentence and no ImportError
+
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "log.txt", "a", buffering=1)
     try:
@@ -1618,8 +1625,8 @@ class Reporter:
 
 @contextlib.contextmanager
 def sampling(args: Args, inference: Inference, session: int, log, stop_signals: list[int]):
-    """Actors, their games and the inference thread, for as long as a `with` block takes; yields the Actors. Nothing of
-    them stays behind. With --num-workers 0 there are none."""
+    """Context with actors, their games and the inference thread, all ended with it; yields the Actors. With
+    --num-workers 0 there are none."""
     actors = Actors(args, inference.mailbox, inference.request_writer, session, log)
     thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
     try:
@@ -1637,26 +1644,25 @@ def sampling(args: Args, inference: Inference, session: int, log, stop_signals: 
 
 
 def from_actors(actors: Actors, learner: Learner, count: int, stop_signals: list[int]):
-    """Generator of the slots of one iteration, oldest first; ends when the user stops the run."""
-    slots, start, full = [], time.perf_counter(), learner.inference.full
+    """Generator: the slots of each iteration, oldest first, until the user stops the run."""
+    slots, start = [], time.perf_counter()
     while not stop_signals:
         actors.check()
-        if len(slots) >= count:
-            learner.waited += time.perf_counter() - start
-            yield np.array(slots[:count])
-            slots, start = slots[count:], time.perf_counter()
-            continue
         with contextlib.suppress(queue.Empty):
-            item = full.get(timeout=0.5)
+            item = learner.inference.full.get(timeout=0.5)
             if isinstance(item, BaseException):
                 raise item
             more, event = item
             wait_event(event)  # inference's writes to these slots
             slots.extend(more)
+        while len(slots) >= count and not stop_signals:
+            learner.waited += time.perf_counter() - start
+            yield np.array(slots[:count])
+            slots, start = slots[count:], time.perf_counter()
 
 
 def in_process(args: Args, learner: Learner, stop_signals: list[int], session: int):
-    """What `from_actors` does, with --num-workers 0: the games are stepped in this thread, between the iterations."""
+    """Like `from_actors`, for --num-workers 0. All happens in one thread and on one stream: no event to wait for."""
     inference, slots, start = learner.inference, [], time.perf_counter()
     games = Games(args, 0, inference.numpy, game_seed(args.seed, session, 0, 0))
     try:
@@ -1693,24 +1699,24 @@ def train(typed: Args, folder: Path) -> int:
     rows = max(1, W) * args.num_envs_per_worker
     check_shared_memory(spaces, rows)
     log_file, checkpoints = open_log(folder), folder / "checkpoints"
-    checkpoints.mkdir(exist_ok=True)
 
     def log(text: str, show: bool = True) -> None:
         log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if show:
             tqdm.write(text)
 
+    checkpoint = load_checkpoint(checkpoints, "latest", log)
+    if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
+        log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
+        return 0
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, agent, inference, device)
-    if checkpoint := load_checkpoint(checkpoints, "latest", log):
+    if checkpoint:
         learner.load(checkpoint)
-        if learner.global_step >= args.total_timesteps:
-            log(f"{folder} has its {learner.global_step:,} steps already; raise --total-timesteps to go on")
-            return 0
         log(f"resuming {folder} at step {learner.global_step:,}")
-        if best := load_checkpoint(checkpoints, "best", log):  # after a crash it may be newer than the latest
-            learner.best_return = best["best_return"]
+        with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
+            learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
         torch.manual_seed(args.seed + learner.version)
     session = learner.version  # a resumed run does not play the same games again
 
@@ -1734,9 +1740,9 @@ def train(typed: Args, folder: Path) -> int:
     stop_signals = []
 
     def on_signal(number, frame):
-        if stop_signals:
-            raise KeyboardInterrupt  # the second time: at once, without a checkpoint
         stop_signals.append(number)
+        if len(stop_signals) == 2:
+            raise KeyboardInterrupt  # at once, without a checkpoint
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
@@ -1755,7 +1761,7 @@ def train(typed: Args, folder: Path) -> int:
                     learn(args, checkpoints, learner, source, reporter)
             finally:
                 for number in handlers:
-                    signal.signal(number, signal.SIG_IGN)  # what interrupted the clean-up would leave games behind
+                    signal.signal(number, signal.SIG_IGN)  # a signal during the clean-up would leave games behind
     finally:
         writer.close()
         for number, handler in handlers.items():
@@ -1766,7 +1772,7 @@ def train(typed: Args, folder: Path) -> int:
 
 
 def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:
-    """The learner's loop. However it ends but by a second Ctrl-C, it leaves a checkpoint of the last good weights."""
+    """The learner's loop. It saves the last good weights however it ends, unless by a second signal."""
     started = saved = best_saved = time.monotonic()
     try:
         for slots in source:

@@ -210,7 +210,7 @@ class RandomAgent(nn.Module):
         super().__init__()
         self.heads = heads
 
-    def forward(self, obs, vector, first, state, restarts):
+    def forward(self, obs, vector, first, state, restarts=(0,)):
         return torch.zeros(*first.shape, sum(self.heads)), torch.zeros(first.shape), state
 
 
@@ -224,12 +224,15 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
     torch.set_num_threads(1)
     args.batch_size = args.num_workers * args.num_envs_per_worker * args.rollout  # slots: never a reason to wait
     inference, errors = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
+    received = np.zeros(2, int)  # steps, and those of them that are valid
 
     def learner() -> None:  # nothing to learn: a full slot is free again
         while (item := inference.full.get()) is not None:
             if isinstance(item, BaseException):
                 errors.append(item)
                 return
+            valid = ~inference.rollouts.first[1:, item[0]]
+            received[:] += valid.size, np.count_nonzero(valid)
             inference.release(item[0])
 
     def check() -> None:
@@ -241,21 +244,21 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
     thread.start()
     try:
         with appo.sampling(args, inference, 0, lambda text, show=True: tqdm.write(text), []) as actors:
-            while (actors.mailbox.requests < 3).any():
+            while (actors.numpy.requests < 3).any():
                 check()
                 time.sleep(0.1)
             time.sleep(options.warm_up)
-            before = [inference.served, inference.steps, inference.batches]
+            before = [inference.served, inference.batches, *received]
             text = f"{args.num_workers} workers"
             found = rates(lambda: inference.served, options.windows, options.window, text, check)
-            served, steps, batches = np.subtract([inference.served, inference.steps, inference.batches], before)
+            served, batches, steps, valid = np.subtract([inference.served, inference.batches, *received], before)
     finally:
         inference.full.put(None)
         thread.join()
         appo.actor = actor
     middle = statistics.median(found)
     return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker, rows_per_second=round(middle),
-                frames_per_second=round(middle * steps / served * args.frameskip),
+                frames_per_second=round(middle * valid / steps * args.frameskip),
                 windows=[round(rate) for rate in found],
                 microseconds_per_group=round(1e6 * inference.size / middle, 1),
                 rows_per_batch=round(served / batches, 1))  # fmt: skip

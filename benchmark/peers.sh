@@ -6,7 +6,7 @@
 #   epochs) and with one epoch; Stable-Baselines3's PPO with the same settings as CleanRL.
 # The first 20 s of each run are warm-up. Machine: 2 cores without a GPU; takes 31 minutes.
 # Expected: Doom 1.7 to 1.9 x and Atari 1.65 to 1.75 x Sample Factory, more of the others.
-# Usage: SF_PYTHON=.. CLEANRL_PYTHON=.. CLEANRL=.. SB3_PYTHON=.. benchmark/peers.sh [FOLDER]
+# Usage: SF_PYTHON=.. CLEANRL_PYTHON=.. CLEANRL=.. SB3_PYTHON=.. benchmark/peers.sh [FRESH FOLDER]
 #   SF_PYTHON: see sample_factory.sh
 #   CLEANRL: a checkout of github.com/vwxyzjn/cleanrl (fe8d8a03 was measured); CLEANRL_PYTHON:
 #     python -m venv .venv-cleanrl && .venv-cleanrl/bin/pip install torch==2.13.0 gym==0.23.1 envpool==0.9.0 'numpy<2' tyro tensorboard 'setuptools<81'
@@ -19,17 +19,19 @@ for python in SF_PYTHON CLEANRL_PYTHON SB3_PYTHON; do
 done
 CLEANRL=$(realpath "$CLEANRL")
 export SF_PYTHON
+mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
 ours() {  # FILE NAME flags
-    python "$here/../$1.py" --train-dir "$out" --experiment "$2" --restart-behavior overwrite --device cpu --precision float32 --normalize-input \
-        --num-workers 2 --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --train-for-seconds 55 --total-timesteps 100000000 "${@:3}"
+    python "$here/../$1.py" --train-dir "$out" --experiment "$2" --device cpu --precision float32 --normalize-input \
+        --num-workers 2 --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 \
+        --train-for-seconds 55 --total-timesteps 100000000 "${@:3}"
 }
 cleanrl() {  # NAME STEPS EPOCHS; a fixed number of steps, because it writes its last events only when it ends by itself
-    rm -rf "${out:?}/$1"; mkdir -p "$out/$1"
+    mkdir "$out/$1"
     (cd "$out/$1" && "$CLEANRL_PYTHON" "$CLEANRL/cleanrl/ppo_atari_envpool.py" --env-id Breakout-v5 --seed "$round" --no-cuda \
         --total-timesteps "$2" --update-epochs "$3" > out.log)
 }
 sb3() {  # NAME STEPS EPOCHS
-    rm -rf "${out:?}/$1"; mkdir -p "$out/$1"
+    mkdir "$out/$1"
     "$SB3_PYTHON" "$here/stable_baselines3_atari.py" "$out/$1" "$round" "$2" "$3"
 }
 for round in 1 2 3; do

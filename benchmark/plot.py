@@ -1,4 +1,4 @@
-"""Draws the figures in benchmark/results/ from the raw files there, and writes the tables between the README's
+"""Draws the figures in benchmark/results/ from the raw files there, and writes the tables of benchmark/README.md between
 `<!-- table: NAME -->` and `<!-- end -->`: python benchmark/plot.py"""
 
 import csv
@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-README = Path(__file__).resolve().parent.parent / "README.md"
+README = Path(__file__).resolve().parent / "README.md"
 STYLE = {  # name, colour, line: to be told apart without colour too
     "ours": ("ours", "#0b5fa5", "-"),
     "plain": ("ours, --no-normalize-input", "#2b8a3e", ":"),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from edited import COUNTING, ROOT, load, with_envs
+
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -80,6 +81,12 @@ class Run:
             except OSError:
                 pass
         return found
+
+
+@pytest.fixture(scope="session")
+def counting(tmp_path_factory):
+    """appo_doom.py with the counting environment instead of Doom."""
+    return load(with_envs(tmp_path_factory.mktemp("counting"), "appo_counting", COUNTING))
 
 
 @pytest.fixture

@@ -7,6 +7,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# The observation says which environment it is from, which episode and which step; the reward says which action was taken.
+COUNTING = """
+class Env(gym.Env):
+    observation_space = gym.spaces.Dict(obs=gym.spaces.Box(0, 255, (36, 36, 3), np.uint8),
+                                        vector=gym.spaces.Box(-np.inf, np.inf, (4,), np.float32))
+    action_space = gym.spaces.MultiDiscrete((3, 4))
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.me, self.episode = seed % 60_000, -1
+        self.episode, self.count = self.episode + 1, 0
+        self.length = 1 + (self.me * 7 + self.episode * 13) % 9
+        return self.observation(), {}
+
+    def observation(self):
+        image = np.full((36, 36, 3), (17 * self.count + self.episode) % 256, np.uint8)
+        image[0, 0] = self.me % 256, self.episode % 256, self.count
+        return dict(obs=image, vector=np.array([self.me, self.episode, self.count, self.length], np.float32))
+
+    def step(self, action):
+        self.count += 1
+        end, kind = self.count == self.length, self.episode % 2
+        reward = 0.1 * action[0] + action[1]
+        return self.observation(), reward, end and kind == 0, end and kind == 1, {"raw_reward": 2 * reward}
+"""
+
 
 def edited(folder: Path, name: str, *edits: tuple[str, str], source: Path = ROOT / "appo_doom.py") -> Path:
     """Writes folder/name.py: `source` with every (old, new) replaced; each old must be there exactly once."""
@@ -20,11 +46,10 @@ def edited(folder: Path, name: str, *edits: tuple[str, str], source: Path = ROOT
 
 
 def with_envs(folder: Path, name: str, envs: str, *edits: tuple[str, str]) -> Path:
-    """`edited`, with the body of make_envs replaced by the source text `envs`, which defines a class Env."""
-    text = (ROOT / "appo_doom.py").read_text()
-    body = re.search(r"    return SerialEnvs\(.*\n", text).group(0)
-    new = "    return gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)\n"
-    return edited(folder, name, (body, new), ("\ndef make_envs(", f"\n{envs}\n\ndef make_envs("), *edits)
+    """`edited`, with games of the class Env, which the source text `envs` defines."""
+    games = re.search(r"    envs = \[lambda: DoomEnv\(.*\n", (ROOT / "appo_doom.py").read_text()).group(0)
+    definition = ("\ndef make_envs(", f"\n{envs}\n\ndef make_envs(")
+    return edited(folder, name, (games, "    envs = [Env] * num_envs\n"), definition, *edits)
 
 
 def load(path: Path):

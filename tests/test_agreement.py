@@ -11,22 +11,22 @@ DIFFERS = {
     "appo_atari.py": {
         "ENGINE, TICKS_PER_SECOND", "GAME_SHARED_MEMORY", "BATCH_SHARE, SMALLEST_BATCH", "FIXED", "HIGHEST",
         "make_envs", "init_layer", "Agent", "Agent.__init__", "Agent.encode", "end_group",
-        "Args.env_id", "Args.frameskip", "Args.exp_name", "Args.total_timesteps", "Args.learning_rate", "Args.ppo_clip_value",
+        "Args.env_id", "Args.frameskip", "Args.total_timesteps", "Args.learning_rate", "Args.ppo_clip_value",
         "Args.exploration_loss", "Args.ent_coef", "Args.max_grad_norm", "Args.reward_scale", "Args.reward_clip", "Args.normalize_input", "Args.batch_size",
         "Args.rnn_type",
     },
 }  # fmt: skip
 # What stands in one file only: of each, the names that begin with one of these.
 ONLY = {
-    "appo_doom.py": ("SCREEN", "IMAGE", "VARIABLES", "Scenario", "TURN", "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS", "find_wad",
-                     "unlink_game_files", "DoomEnv", "SerialEnvs", "Args.cfg_path", "Args.__post_init__"),
+    "appo_doom.py": ("SCREEN", "IMAGE", "VARIABLES", "SETTINGS", "Scenario", "TURN", "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS", "find_wad",
+                     "launcher", "unlink_game_files", "unlink_orphans", "DoomEnv", "Args.cfg_path", "Args.__post_init__"),
     "appo_atari.py": ("MACHADO", "AtariEnvs", "Residual", "Args.episodic_life", "Args.noop_max", "Args.fire_reset", "Args.sticky_actions",
                       "Args.full_action_space", "Args.machado", "Args.encoder"),
 }  # fmt: skip
 
 
 def pieces(path) -> dict[str, str]:
-    """Source of every constant, function, method and field of a file, by name; a field with the docstring below it."""
+    """Source of every constant, function, method and field of a file, by name; a field with its help, beside or below it."""
     lines = path.read_text().splitlines()
 
     def source(node) -> str:

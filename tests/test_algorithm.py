@@ -202,6 +202,17 @@ def test_stretches_between_restarts_equal_single_steps(appo, rnn):
             assert not torch.allclose(again[:start, row], logits[:start, row])
 
 
+@pytest.mark.parametrize("rnn", ["gru", "lstm"])
+def test_a_reset_forgets_a_state_that_is_not_finite(appo, rnn):
+    """Zeroed, not multiplied by zero: a row that once went wrong is well again in its next episode."""
+    _, agent = make_agent(appo, rnn_type=rnn)
+    b = make_batch(appo, agent, T=3, B=2)
+    first = torch.tensor([[True, False], [False, False], [False, True], [False, False]])
+    logits, values, state = agent(b.obs, b.vector, first, torch.full_like(b.rnn_state, torch.nan), [0, 2])
+    expected = torch.tensor([[True, False], [True, False], [True, True], [True, True]])
+    assert torch.equal(values.isfinite(), expected) and torch.equal(logits.isfinite().all(-1), expected) and state.isfinite().all()
+
+
 def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
     rng = np.random.default_rng(0)
     norm, chunks = appo.Normalizer((5,), 255.0), [rng.integers(0, 256, (n, 5)).astype(np.uint8) for n in (7, 1, 30)]

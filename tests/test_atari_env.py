@@ -1,7 +1,5 @@
 """appo_atari.py on real EnvPool: what ends an episode and what a game, what is masked, what is counted."""
 
-import queue
-
 import envpool
 import numpy as np
 import pytest
@@ -13,6 +11,14 @@ from appo_atari import Args, UserError
 N, SEED = 4, 11
 
 
+def played(games):
+    """Generator: stops after the reset and after every step, for the caller to read the mailbox and fill in the actions."""
+    games.reset(0)
+    while True:
+        yield
+        games.step(0)
+
+
 @pytest.mark.parametrize(
     "game, episodic_life, n, steps", [("Breakout-v5", True, 4, 600), ("Breakout-v5", False, 4, 600), ("RoadRunner-v5", True, 8, 600)]
 )
@@ -20,14 +26,13 @@ def test_lives_and_games(game, episodic_life, n, steps):
     """The mailbox against a second pool with the same seed and actions, read by hand."""
     args = Args(env_id=game, episodic_life=episodic_life, num_envs_per_worker=n, num_workers=0, device="cpu", reward_clip=3.0)
     args = appo.resolve(args)
-    envs = appo.make_envs(args, n)
-    mailbox = appo.Mailbox(appo.spaces_of(envs), n, 1)
-    m, rng = mailbox.numpy(), np.random.default_rng(0)
+    m, rng = appo.Mailbox(appo.spaces_of(args), n, 1).numpy(), np.random.default_rng(0)
+    worker = appo.Games(args, 0, m, SEED)
     pool = envpool.make(game, env_type="gymnasium", num_envs=n, seed=SEED, episodic_life=episodic_life, use_fire_reset=True)
     obs, info = pool.reset()
     before, score, length, lives, firsts, games, silent = np.zeros(n, bool), np.zeros(n), np.zeros(n), info["lives"].copy(), 0, 0, 0
     over, reward, terminated, truncated = before, None, None, None  # of the step before
-    for t, _ in zip(range(steps), appo.play(args, 0, [envs], m, SEED)):
+    for t, _ in zip(range(steps), played(worker)):
         np.testing.assert_array_equal(m.obs, obs.transpose(0, 2, 3, 1))
         if t == 0:
             assert m.first.all() and not m.terminated.any() and not m.episode.any()
@@ -50,7 +55,7 @@ def test_lives_and_games(game, episodic_life, n, steps):
             firsts, games, silent = firsts + before.sum(), games + over.sum(), silent + unreported.sum()
             score[over] = length[over] = 0
             lives, before = info["lives"].copy(), terminated | truncated
-        action = rng.integers(0, envs.single_action_space.n, n)
+        action = rng.integers(0, worker.splits[0].single_action_space.n, n)
         m.action[:, 0] = action
         obs, reward, terminated, truncated, info = pool.step(action)
     assert games >= n and (firsts > 2 * games if episodic_life else firsts <= games)
@@ -60,13 +65,14 @@ def test_lives_and_games(game, episodic_life, n, steps):
 def test_the_time_limit_of_a_game():
     """It ends the game without `terminated`, though lives were lost before, and the next game counts from nothing."""
     args = appo.resolve(Args(num_envs_per_worker=N, num_workers=0, device="cpu"))
-    envs = appo.make_envs(args, N)
+    m = appo.Mailbox(appo.spaces_of(args), N, 1).numpy()
+    games = appo.Games(args, 0, m, SEED)
+    (envs,) = games.splits
     assert envs.options["max_episode_steps"] == 27_000 and appo.AtariEnvs(Args(frameskip=5), 1).options["max_episode_steps"] == 21_600
     envs.options["max_episode_steps"] = 60
-    mailbox = appo.Mailbox(appo.spaces_of(envs), N, 1)
-    m, rng, lengths, lost = mailbox.numpy(), np.random.default_rng(0), [], 0
+    rng, lengths, lost = np.random.default_rng(0), [], 0
     cut = np.zeros(N, bool)
-    for _ in zip(range(300), appo.play(args, 0, [envs], m, SEED)):
+    for _ in zip(range(300), played(games)):
         assert m.first[cut].all() and not m.terminated[cut].any()
         over = m.episode[:, 2] > 0
         cut, lost = over & ~m.terminated, lost + int((m.terminated & ~over).sum())
@@ -76,21 +82,17 @@ def test_the_time_limit_of_a_game():
 
 
 def test_the_ignored_step_is_in_no_loss():
-    """Real games through `play`, inference and rollouts into the learner's batch: its mask leaves out what only resets."""
+    """Real games through inference and rollouts into the learner's batch: its mask leaves out what only resets."""
     args = appo.resolve(Args(num_envs_per_worker=N, num_workers=0, rollout=100, hidden_size=32, device="cpu", precision="float32"))
-    envs, device = appo.make_envs(args, N), torch.device("cpu")
-    spaces = appo.spaces_of(envs)
-    agent, mailbox = appo.Agent(spaces, args), appo.Mailbox(spaces, N, 1)
-    rollouts = appo.Rollouts(spaces, 100, 2 * N, agent.state_size, device)
-    acting, full, free = appo.ActingPolicy(agent, 0, device), queue.SimpleQueue(), queue.SimpleQueue()
-    free.put((np.arange(2 * N), None))
-    inference = appo.Inference(args, mailbox, rollouts, acting, device, full, free)
-    learner = appo.Learner(args, agent, rollouts, acting, device, lambda slots, event: None)
-    for _ in appo.play(args, 0, [envs], mailbox.numpy(), SEED):
+    device, spaces = torch.device("cpu"), appo.spaces_of(args)
+    agent = appo.Agent(spaces, args)
+    inference = appo.Inference(args, spaces, agent, device)
+    learner = appo.Learner(args, agent, inference, device)
+    for _ in played(appo.Games(args, 0, inference.numpy, SEED)):
         inference.serve([0])
-        if not full.empty():
+        if not inference.full.empty():
             break
-    slots, _ = full.get()
+    slots, _ = inference.full.get()
     batch, _ = learner.gather(slots)
     first = batch.first[1:]
     assert first.sum() > 3 and torch.equal(batch.mask, ~first)

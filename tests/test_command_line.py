@@ -1,10 +1,16 @@
 """The scripts as a user runs them: train, stop, resume, evaluate; bad input; the files agree with each other."""
 
 import ast
+import contextlib
+import errno
+import io
 import json
+import math
+import os
 import re
 import subprocess
 import sys
+import tokenize
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -18,7 +24,9 @@ from edited import ROOT
 
 SMALL = ("--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32",
          "--device", "cpu", "--precision", "float32")  # fmt: skip
-TAGS = set(re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", (ROOT / "README.md").read_text(), re.M))
+# The table of the tags stands in one of the two
+TEXTS = [path.read_text() for path in (ROOT / "README.md", ROOT / "benchmark" / "README.md") if path.exists()]
+TAGS = {tag for text in TEXTS for tag in re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", text, re.M)}
 
 
 def scalars(folder: Path) -> dict[str, list]:
@@ -54,7 +62,7 @@ def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, 
         and cfg["versions"]["torch"] == torch.__version__
     )
     found = scalars(tmp_path / "e")
-    assert set(found) == TAGS, "the tags are those of the README's table"
+    assert set(found) == TAGS, "the tags are those of the table"
     for tag, events in found.items():
         assert all(abs(event.value) < 1e9 for event in events), tag
     assert max(event.value for event in found["lag/max"]) <= 8, "lag within its bound"
@@ -65,14 +73,16 @@ def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, 
 
     r = run("--experiment", "e", "--train-for-seconds", "3", "--learning-rate", "0.0002", script=script)
     assert r.wait(90) == 0
-    assert f"loaded {first}" in r.text() and f"override: learning_rate {learning_rate} -> 0.0002" in r.text()
+    assert f"resuming {tmp_path / 'e'} at step {before['global_step']:,}" in r.text()
+    assert f"override: learning_rate {learning_rate} -> 0.0002" in r.text()
     assert "2 workers x 4 games" in r.text(), "what was typed the first time still holds"
     after = torch.load(sorted((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))[-1], weights_only=True)
     assert after["global_step"] > before["global_step"] and after["version"] > before["version"]
     assert after["optimizer"]["param_groups"][0]["lr"] == 0.0002
     assert len(after["episodes"]) >= len(before["episodes"]) > 0, "means go on where they were"
 
-    other_machine = ("--sync", "--num-workers", "3")  # whose rows the batch does not fit: evaluation must not care
+    # what neither the batch nor the splits fit: evaluation must not care
+    other_machine = ("--sync", "--num-workers", "3", "--num-envs-per-worker", "5", "--worker-num-splits", "2")
     r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--save-video", *other_machine, script=script)
     assert r.wait(90) == 0
     assert re.search(r"3 episodes, sampled actions, step [\d,]+: return -?[\d.]+ \+- [\d.]+", r.text())
@@ -85,9 +95,8 @@ def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, 
 
     r = run("--experiment", "e", "--env-id", other, script=script)
     assert r.wait(30) == 2 and f"env_id {game} -> {other}" in r.text()
-    r = run("--experiment", "e", "--restart-behavior", "restart", "--num-workers", "0", "--num-envs-per-worker", "2",
-            "--total-timesteps", "100", script=script)  # fmt: skip
-    assert r.wait(60) == 0 and (tmp_path / "e_old0001" / "cfg.json").exists() and "loaded" not in r.text()
+    r = run("--experiment", "e", "--total-timesteps", "100", script=script)
+    assert r.wait(60) == 0 and "steps already; raise --total-timesteps" in r.text() and "workers x" not in r.text()
 
 
 @pytest.mark.parametrize("script, game", [("appo_doom.py", "battle"), ("appo_atari.py", "Breakout-v5")])
@@ -116,7 +125,8 @@ BAD = {
     "--rollout 0": r"--rollout 0 is out of range",
     "--learning-rate -1": r"--learning-rate -1.0 is out of range",
     "--cfg-path nowhere.cfg": r"--cfg-path nowhere.cfg",
-    "--sync --num-workers 2 --batch-size 1056": r"--sync needs whole rollouts of every row",
+    "--sync --num-workers 2 --batch-size 1056": r"--sync needs one rollout of every row: --batch-size 1056 is not 32 rows x 32 steps = 1024",
+    "--sync --num-workers 2 --batch-size 2048": r"--sync needs one rollout of every row",
     "--evaluate": r"--evaluate needs the name of an --experiment",
     "--evaluate --experiment nothing": r"there is no experiment in",
 }
@@ -130,6 +140,27 @@ def test_bad_input_gets_one_line(flags, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert re.match(f"error: {BAD[flags]}", error) and error.count("\n") == 1
     assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.rglob("cfg.json"))
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../x", "e/../..", "/x", "e/../../elsewhere"])
+def test_an_experiment_stays_below_the_train_dir(name, tmp_path, monkeypatch, capsys):
+    """Wherever else it is, something of the user's may lie there."""
+    experiment = tmp_path / "train_dir" / "e"
+    (experiment / "checkpoints").mkdir(parents=True)
+    cfg = json.dumps({"args": asdict(appo_doom.Args(num_workers=0, device="cpu"))})
+    for folder in (experiment, experiment.parent, tmp_path):
+        (folder / "cfg.json").write_text(cfg)
+
+    def content() -> dict:
+        return {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")}
+
+    before = content()
+    monkeypatch.chdir(tmp_path)
+    for more in ([], ["--evaluate"]):
+        monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--experiment", name, *more])
+        assert appo_doom.main() == 2
+        assert capsys.readouterr().err == f"error: --experiment {name} is not a folder below train_dir\n"
+    assert content() == before
 
 
 @pytest.mark.parametrize("flags, expected", [
@@ -161,9 +192,22 @@ def test_a_running_experiment_is_not_overwritten(tmp_path, monkeypatch):
     (tmp_path / "e" / "cfg.json").write_text("{}")
     running = appo_doom.open_log(tmp_path / "e")
     with pytest.raises(appo_doom.UserError, match="another run is using"):
-        appo_doom.train(appo_doom.Args(restart_behavior="overwrite", device="cpu"), tmp_path / "e")
-    assert (tmp_path / "e" / "cfg.json").exists()
+        appo_doom.train(appo_doom.Args(num_workers=0, device="cpu"), tmp_path / "e")
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["e", "cfg.json", "log.txt"]
+    assert (tmp_path / "e" / "cfg.json").read_text() == "{}" and not (tmp_path / "e" / "log.txt").read_text()
     running.close()
+    appo_doom.open_log(tmp_path / "e").close()
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    file = appo_doom.open_log(tmp_path / "e")
+    file.write("goes on\n")
+    assert (tmp_path / "e" / "log.txt").read_text() == "goes on\n"
+    assert re.match(r"warning: .*e is on a file system without locks", capsys.readouterr().out)
 
 
 def test_mistyped_flag():
@@ -173,26 +217,38 @@ def test_mistyped_flag():
     assert result.returncode == 2 and "--num-workers" in result.stderr, "names the nearest"
 
 
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 VARIANTS = sorted(ROOT.glob("appo_*.py"))
+
+
+def flags_of(path: Path) -> dict[str, list[str]]:
+    """Help texts of every field of Args: the comment beside it and the docstring below it, where there are such."""
+    args = next(node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    comments = {token.start[0]: token.string.removeprefix("#").strip() for token in tokens if token.type == tokenize.COMMENT}
+    helps = {}
+    for node, after in zip(args.body, args.body[1:]):
+        if isinstance(node, ast.AnnAssign):
+            helps[node.target.id] = [comments[node.lineno]] if node.lineno in comments else []
+            if isinstance(after, ast.Expr):
+                helps[node.target.id].append(after.value.value)
+    return helps
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
 def test_every_flag_is_read_and_explained(path):
-    module = tree(path)
-    args = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "Args")
-    names = [node.target.id for node in args.body if isinstance(node, ast.AnnAssign)]
-    docs = [node for node in args.body if isinstance(node, ast.Expr)]
-    assert len(docs) == len(names), "one docstring per field"
-    reads = set()
-    for attribute in ast.walk(module):
+    helps, reads = flags_of(path), set()
+    for attribute in ast.walk(ast.parse(path.read_text())):
         if isinstance(attribute, ast.Attribute) and isinstance(attribute.ctx, ast.Load):
             if ast.unparse(attribute.value) in ("args", "self.args", "learner.args"):
                 reads.add(attribute.attr)
-    assert [name for name in names if name not in reads] == []
+    assert [name for name in helps if name not in reads] == []
+    assert {name: texts for name, texts in helps.items() if len(texts) != 1} == {}, "a comment or a docstring for each field"
+    command = [sys.executable, path, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "400"}, check=True).stdout
+    options = [" ".join(text.replace("│", " ").split()) for text in shown.split("\n│ --")]
+    for name, (text,) in helps.items():
+        (option,) = [option for option in options if re.match(rf"{name.replace('_', '-')}[ ,]", option)]
+        assert " ".join(text.split()) in option, f"--help shows the text of {name} beside it"
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
@@ -215,6 +271,54 @@ def test_inline_metadata_agrees_with_requirements(path):
 def test_import_is_cheap_and_changes_nothing(name):
     code = f"import threading, os; before = set(os.listdir('.')); import {name}; assert threading.active_count() == 1 and set(os.listdir('.')) == before"
     subprocess.run([sys.executable, "-B", "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.fixture
+def cgroup(monkeypatch):
+    """Replaces the files of /sys/fs/cgroup by those given, and the cores of this process by eight."""
+    files, real = {}, Path.read_text
+
+    def read_text(path, *arguments):
+        if not str(path).startswith("/sys/fs/cgroup/"):
+            return real(path, *arguments)
+        if path.name not in files:
+            raise FileNotFoundError(path)
+        return files[path.name]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    return files
+
+
+@pytest.mark.parametrize("files, quota, workers, pinned", [
+    ({}, math.inf, 8, True),
+    ({"cpu.max": "max 100000\n"}, math.inf, 8, True),
+    ({"cpu.max": "350000 100000\n"}, 3.5, 3, False),
+    ({"cpu.max": "50000 100000\n"}, 0.5, 1, False),
+    ({"cpu.max": "800000 100000\n"}, 8, 8, True),
+    ({"cpu.cfs_quota_us": "200000\n", "cpu.cfs_period_us": "100000\n"}, 2, 2, False),
+    ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, math.inf, 8, True),
+])  # fmt: skip
+def test_a_containers_quota_means_fewer_workers_and_no_pinning(cgroup, files, quota, workers, pinned):
+    """cgroup v2 has one file, v1 two. Beside a quota other containers see, and pin to, the same cores."""
+    cgroup.update(files)
+    assert appo_doom.cpu_quota() == quota
+    args = appo_doom.resolve(appo_doom.Args(device="cpu", precision="float32"))
+    assert (args.num_workers, args.set_workers_cpu_affinity) == (workers, pinned)
+    assert args.learner_threads + args.inference_threads <= max(2, workers)
+
+
+def test_any_number_of_games_will_do_with_cuda(monkeypatch):
+    """Two splits are for an even number; and whatever a run was made with can be evaluated."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for games in range(1, 10):
+        args = appo_doom.resolve(appo_doom.Args(num_workers=3, num_envs_per_worker=games))
+        assert (args.device, args.precision, args.worker_num_splits) == ("cuda", "bfloat16", 1 if games % 2 else 2)
+        debug = appo_doom.resolve(appo_doom.Args(num_workers=0, num_envs_per_worker=games, worker_num_splits=2))
+        assert (debug.worker_num_splits, debug.sync, debug.batch_size) == (1, True, games * 32)
 
 
 def test_defaults_are_resolved_without_surprise():

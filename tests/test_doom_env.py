@@ -1,6 +1,13 @@
-"""The environments, on the installed engine, against Sample Factory's tables."""
+"""The environments, on the installed engine, against Sample Factory's tables; what a worker makes of them; the files of games."""
 
+import multiprocessing
+import os
 import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -8,7 +15,7 @@ import pytest
 import vizdoom
 
 import appo_doom
-from appo_doom import SCENARIOS, Args, DoomEnv, UserError, make_envs, spaces_of
+from appo_doom import SCENARIOS, Args, DoomEnv, UserError, make_envs, spaces_of, unlink_orphans
 
 # Sample Factory's action heads; see its doom_utils.py
 HEADS = dict(basic=(4,), my_way_home=(3, 3), deadly_corridor=(3, 3, 3, 2), defend_the_center=(3, 2), defend_the_line=(3, 2),
@@ -108,7 +115,7 @@ def test_measurements_and_shaping():
     env = DoomEnv("battle", 4)
     env.reset(seed=0)
     observation, *_ = env.step(np.array([0, 0, 0, 0, 5]))  # the weapon is drawn on the first tic
-    m = observation["measurements"]
+    m = observation["vector"]
     assert m.shape == (23,) and m[0] == 2, "a pistol"
     assert m[2] == pytest.approx(100 / 30) and m[4] == 0 and m[6] == pytest.approx(0.2) and 0 < m[1] <= 5
     env.weapons.extend([2] * 5)
@@ -142,7 +149,7 @@ def test_kills_are_counted_in_battle():
             observation, _, terminated, truncated, info = env.step(np.array([rng.integers(n) for n in HEADS["battle"]]))
             kills += info["raw_reward"]
             if not terminated:
-                reported = float(observation["measurements"][4]) * 10
+                reported = float(observation["vector"][4]) * 10
                 assert reported == pytest.approx(kills)
         if kills:
             break
@@ -201,35 +208,58 @@ class DictNoise(Noise):
 
 
 @pytest.mark.parametrize("Env", [Noise, DictNoise])
-def test_vector_environment_does_what_gymnasiums_does(Env):
-    ours = appo_doom.SerialEnvs([Env() for _ in range(3)])
-    theirs = gym.vector.SyncVectorEnv([Env] * 3, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
-    for name in ("single_observation_space", "single_action_space", "observation_space", "action_space", "num_envs"):
-        assert getattr(ours, name) == getattr(theirs, name)
-    assert ours.metadata["autoreset_mode"] == theirs.metadata["autoreset_mode"]
+def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
+    """`Games` and the mailbox against environments stepped by hand, which are reset on the step after an episode's end."""
+    made = []
 
-    def parts(observation):
-        return list(observation.values()) if isinstance(observation, dict) else [observation]
+    def make(args, num_envs):
+        made.append(gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP))
+        return made[-1]
 
-    ends = np.zeros(3, int)
-    theirs.action_space.seed(0)
-    for seed in (5, 6):  # the second reset comes in the middle of episodes
-        for mine, other in zip(parts(ours.reset(seed=seed)[0]), parts(theirs.reset(seed=seed)[0])):
-            np.testing.assert_array_equal(mine, other)
-        for _ in range(100):
-            action = theirs.action_space.sample()
-            mine, other = ours.step(action), theirs.step(action)
-            for a, b in zip((*parts(mine[0]), *mine[1:4]), (*parts(other[0]), *other[1:4])):
-                np.testing.assert_array_equal(a, b)
-            raw_reward = other[4].get("raw_reward", np.zeros(3)) if Env is Noise else other[1]  # as `play` would read it
-            np.testing.assert_array_equal(mine[4]["raw_reward"], raw_reward)
-            np.testing.assert_array_equal(mine[4]["game_over"], other[4].get("game_over", np.zeros(3)) if Env is Noise else other[2] | other[3])
-            ends += mine[2] | mine[3]
-    assert ends.min() > 10
-    np.testing.assert_equal(ours.render(), list(theirs.render()))
-    ours.close()
-    ours.close()
-    assert all(env.closed for env in ours.envs)
+    monkeypatch.setattr(appo_doom, "make_envs", make)
+    args = Args(num_workers=2, num_envs_per_worker=6, worker_num_splits=2, reward_scale=2.0, reward_clip=3.0)
+    spaces = appo_doom.spaces_of(args)
+    mailbox = appo_doom.Mailbox(spaces, 12, 2)
+    m, rng = mailbox.numpy(), np.random.default_rng(0)
+    games, envs = appo_doom.Games(args, 1, m, 5), [Env() for _ in range(6)]
+    for split in range(2):
+        games.reset(split)
+    assert m.started.tolist() == [0, 6] and m.first.tolist() == [False] * 6 + [True] * 6 and not m.episode.any()
+    seen = [env.reset(seed=5 + i)[0] for i, env in enumerate(envs)]
+    ended, totals, finished = [False] * 6, np.zeros((6, 3)), 0
+
+    def check(i, observation):
+        image, vector = (observation["obs"], observation["vector"]) if isinstance(observation, dict) else (observation, [])
+        np.testing.assert_array_equal(m.obs[6 + i], image)
+        np.testing.assert_array_equal(m.vector[6 + i], vector)
+
+    for i in range(6):
+        check(i, seen[i])
+    for _ in range(200):
+        m.action[:] = rng.integers((3, 2), size=(12, 2))
+        for split in rng.permutation(2):
+            games.step(split)
+        for i, env in enumerate(envs):
+            row = 6 + i
+            assert m.first[row] == ended[i]
+            if ended[i]:
+                check(i, env.reset()[0])
+                assert (m.reward[row], m.terminated[row], m.episode[row].tolist()) == (0, False, [0, 0, 0])
+                ended[i] = False
+                continue
+            observation, reward, terminated, truncated, info = env.step(m.action[row])
+            check(i, observation)
+            trained = np.clip(2 * reward, -3, 3)
+            assert m.reward[row] == pytest.approx(trained) and m.terminated[row] == terminated
+            totals[i] += info.get("raw_reward", reward), trained, 1
+            ended[i] = terminated or truncated
+            over = info.get("game_over", ended[i])
+            np.testing.assert_allclose(m.episode[row], totals[i] * over, rtol=1e-4, atol=1e-4)
+            finished += over
+            totals[i] *= not over
+    assert finished > 50 and not m.obs[:6].any() and not m.first[:6].any(), "the other worker's rows are not touched"
+    games.close()
+    assert all(env.closed for envs in made[1:] for env in envs.envs)
 
 
 def test_unknown_environment_names_the_nearest():
@@ -264,34 +294,155 @@ def test_own_scenario(tmp_path):
         DoomEnv("basic", 4, str(tmp_path / "nowhere.cfg"))
 
 
+IMAGE = gym.spaces.Box(0, 255, (72, 128, 3), np.uint8)
+
+
 @pytest.mark.parametrize("space, ok", [
-    (gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), True),
+    (IMAGE, True),
     (gym.spaces.Box(0, 1, (72, 128, 3), np.float32), False),
     (gym.spaces.Box(-1, 1, (4,), np.float32), False),
-    (gym.spaces.Dict(a=gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), b=gym.spaces.Box(-1, 1, (4,), np.float32)), True),
-    (gym.spaces.Dict(a=gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), b=gym.spaces.Discrete(3)), False),
-    (gym.spaces.Dict(a=gym.spaces.Box(0, 255, (72, 128, 3), np.uint8), b=gym.spaces.Box(-1, 1, (5, 5), np.float32)), False),
-    (gym.spaces.Dict({name: gym.spaces.Box(0, 255, (72, 128, 3), np.uint8) for name in "ab"}), False),
+    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (4,), np.float32)), True),
+    (gym.spaces.Dict(obs=IMAGE, b=gym.spaces.Box(-1, 1, (4,), np.float32)), False),
+    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (4,), np.float32), more=gym.spaces.Box(-1, 1, (4,), np.float32)), False),
+    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Discrete(3)), False),
+    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (5, 5), np.float32)), False),
+    (gym.spaces.Dict(obs=IMAGE, vector=IMAGE), False),
 ])  # fmt: skip
-def test_unsupported_spaces_are_refused_by_name(space, ok):
+def test_unsupported_spaces_are_refused_by_name(space, ok, monkeypatch):
     class Env(gym.Env):
         observation_space, action_space = space, gym.spaces.Discrete(2)
 
-    envs = gym.vector.SyncVectorEnv([Env], autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+    def made(mode=gym.vector.AutoresetMode.NEXT_STEP):
+        monkeypatch.setattr(appo_doom, "make_envs", lambda args, num_envs: gym.vector.SyncVectorEnv([Env] * num_envs, autoreset_mode=mode))
+        return spaces_of(Args())
+
     if ok:
-        assert spaces_of(envs).image == (72, 128, 3)
+        assert made() == appo_doom.Spaces((72, 128, 3), 4 if isinstance(space, gym.spaces.Dict) else 0, (2,))
+        with pytest.raises(UserError, match="NEXT_STEP"):
+            made(gym.vector.AutoresetMode.SAME_STEP)
     else:
         with pytest.raises(UserError, match="unsupported spaces"):
-            spaces_of(envs)
+            made()
     for action, heads in (
         (gym.spaces.MultiDiscrete([5]), (5,)),
         (gym.spaces.Discrete(2, start=1), None),
         (gym.spaces.Box(-1, 1, (2,)), None),
     ):
         Env.action_space = action
-        envs = gym.vector.SyncVectorEnv([Env], autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
         if ok and heads:
-            assert spaces_of(envs).heads == heads
+            assert made().heads == heads
         else:
             with pytest.raises(UserError, match="unsupported spaces"):
-                spaces_of(envs)
+                made()
+
+
+@pytest.fixture
+def child():
+    """Starts Python code in a process of its own; returns the process when it has printed a line, with that line in `said`."""
+    started = []
+
+    def child(code: str):
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        process.said = process.stdout.readline().strip()
+        return process
+
+    yield child
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+OPENED = "file = open({0!r}, 'r+'); print(); input()"
+# Python's mmap keeps a descriptor of its own
+MAPPED = """
+import ctypes, os
+libc, file = ctypes.CDLL(None), os.open({0!r}, os.O_RDWR)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+address = libc.mmap(None, 4096, 3, 1, file, 0)  # to read and write, shared
+os.close(file)
+print(os.path.realpath({0!r}) in open("/proc/self/maps").read() and {0!r} not in map(os.path.realpath, os.scandir("/proc/self/fd")))
+input()
+"""
+
+
+def test_only_orphans_are_unlinked(child):
+    """Shared memory of games that nobody has open, and nobody has mapped, any more."""
+    names = [Path(f"/dev/shm/{kind}_test_{os.getpid()}_{i}") for i, kind in enumerate(("ViZDoomSM", "ViZDoomMQ", "ViZDoomSM", "other"))]
+    orphan, opened, mapped, other = names
+    try:
+        for path in names:
+            path.write_bytes(bytes(4096))
+        children = [child(OPENED.format(str(opened))), child(MAPPED.format(str(mapped)))]
+        assert children[1].said == "True", "mapped, and not open"
+        unlink_orphans()
+        assert [path.exists() for path in names] == [False, True, True, True]
+        for process in children:
+            process.kill()
+            process.wait()
+        unlink_orphans()
+        assert [path.exists() for path in names] == [False, False, False, True]
+    finally:
+        for path in names:
+            path.unlink(missing_ok=True)
+
+
+PLAIN_GAME = """
+import vizdoom
+game = vizdoom.DoomGame()
+game.load_config(vizdoom.scenarios_path + "/basic.cfg")
+game.set_window_visible(False)
+game.init()
+print(flush=True)
+while input():
+    for _ in range(20):
+        game.make_action([1, 0, 0])
+        if game.is_episode_finished():
+            game.new_episode()
+    print("played", flush=True)
+"""
+
+
+def test_files_of_living_games_stay(child, tmp_path, monkeypatch):
+    """Another program's games, which keep the names of their files: looked at all the time while they start and play."""
+    monkeypatch.chdir(tmp_path)
+    over = threading.Event()
+    looking = threading.Thread(target=lambda: [unlink_orphans() for _ in iter(over.is_set, True)])
+    looking.start()
+    try:
+        for _ in range(2):
+            game = child(PLAIN_GAME)
+            print("play", file=game.stdin, flush=True)
+            assert game.stdout.readline() == "played\n"
+            files = [line for line in Path(f"/proc/{game.pid}/maps").read_text().splitlines() if "/dev/shm/ViZDoom" in line]
+            assert len(files) >= 2 and not [line for line in files if "(deleted)" in line]
+            print(file=game.stdin, flush=True)
+            assert game.wait(20) == 0, "its engine has ended with it"
+    finally:
+        over.set()
+        looking.join()
+
+
+def test_several_may_look_for_orphans_at_once():
+    """The kernel tells the holder of a lease by a signal that somebody opens the file: that must not end a run."""
+
+    def look():
+        while True:
+            unlink_orphans()
+
+    children = [multiprocessing.get_context("fork").Process(target=look, daemon=True) for _ in range(3)]
+    path = Path(f"/dev/shm/ViZDoomSM_test_{os.getpid()}")
+    try:
+        for process in children:
+            process.start()
+        for _ in range(3000):
+            path.touch()
+            time.sleep(0.001)
+        assert [process.exitcode for process in children] == [None] * 3
+    finally:
+        for process in children:
+            process.kill()
+            process.join()
+        path.unlink(missing_ok=True)

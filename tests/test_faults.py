@@ -8,15 +8,24 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import appo_doom
+from conftest import marked, shared_memory
 from edited import ROOT, edited
 
 SMALL = ("--experiment", "e", "--num-workers", "2", "--num-envs-per-worker", "2", "--worker-num-splits", "1", "--rollout", "8",
          "--batch-size", "32", "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "1000000")  # fmt: skip
+IN_PROCESS = ("--experiment", "e", "--num-workers", "0", "--num-envs-per-worker", "2", "--rollout", "8", "--hidden-size", "32", "--device", "cpu",
+              "--env-id", "battle")  # fmt: skip
 
 
 # A line in each file's `step`, and the same with `{}` put before it
@@ -58,6 +67,17 @@ def training(run):
     games = getattr(run, "games", 4)
     run.wait_for(lambda: log.exists() and len(run.actors()) == 2 and len(run.engines()) == games, what="the games")
     time.sleep(3)
+    return run
+
+
+def named(process: int) -> set[str]:
+    """The files of games that are just being started by a process."""
+    return set(re.findall(r"(/dev/shm/ViZDoom\w+)\n", Path(f"/proc/{process}/maps").read_text()))
+
+
+def playing(run, games: int):
+    """Waits until the main process itself has started that many games."""
+    run.wait_for(lambda: len(run.engines()) == games and not named(run.process.pid), what="the games")
     return run
 
 
@@ -119,6 +139,7 @@ def test_engine_hangs_and_main_is_killed(run):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_once_saves(start, number):
     r = training(start())
+    goes_on(r, 0)
     begin = time.monotonic()
     assert "stopped: " in stop(r, number)
     assert time.monotonic() - begin < 10
@@ -149,6 +170,92 @@ def test_ctrl_c_while_games_start(start):
     stop(r)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_ctrl_c_in_a_terminal_while_actors_import(run, seconds):
+    """The fork server and what it starts are in the terminal's foreground group until an actor has made its own."""
+    r = run(*SMALL)
+    r.wait_for(lambda: len(marked(r.mark)) > 1, what="the first process beside main")
+    time.sleep(seconds)
+    os.killpg(r.process.pid, signal.SIGINT)
+    assert r.wait(30) == 130
+    assert "stopped: 0 steps" in r.text() and "Traceback" not in r.text()
+
+
+def test_actor_killed_while_its_games_start(run):
+    """Their files have names yet. No process has mapped them any more, so that only the kernel can tell whose they are."""
+    before = shared_memory()
+    r = run(*SMALL, "--num-workers", "1", "--num-envs-per-worker", "8")
+    files = r.wait_for(lambda: set().union(*map(named, r.actors())), what="games that start")
+    os.kill(r.actors()[0], signal.SIGKILL)
+    assert all(map(os.path.exists, files)), "killed in time"
+    r.wait_for(lambda: "died (exit code -9); starting it again" in r.text(), 30, "the restart")
+    assert not any(map(os.path.exists, files))
+    r.wait_for(lambda: len(r.engines()) == 8, 30, "all games")
+    r.wait_for(lambda: not shared_memory() - before, 30, "games without names")
+    assert "1 actors restarted" in stop(r)
+
+
+def test_first_start_on_a_fresh_machine(run):
+    """Eight actors start their first game in the same moment, and nobody has made the engine's folder yet."""
+    for i in range(3):
+        with tempfile.TemporaryDirectory() as fresh:
+            r = run(*SMALL[2:], "--experiment", f"e{i}", "--num-workers", "8", "--num-envs-per-worker", "1", "--total-timesteps", "100",
+                    env={"TMPDIR": fresh})  # fmt: skip
+            assert r.wait(90) == 0 and "0 actors restarted" in r.text()
+            assert os.path.isdir(f"{fresh}/_vizdoom")
+    assert not list(r.folder.rglob("_vizdoom*"))
+
+
+def test_main_killed_with_the_games_in_it(run):
+    playing(run(*IN_PROCESS), 2).process.kill()
+
+
+def test_ctrl_c_in_a_terminal_with_the_games_in_the_main_process(run):
+    """It saves, as with actors. The train_dir is where the user is, which the games do not change, nor litter."""
+    r = playing(run(*IN_PROCESS, "--train-dir", "there"), 2)
+    folder = r.folder / "there" / "e"
+    time.sleep(3)
+    os.killpg(r.process.pid, signal.SIGINT)
+    assert r.wait(30) == 130
+    assert "Traceback" not in r.text() and "stopped: " in r.text()
+    (path,) = (folder / "checkpoints").iterdir()
+    assert torch.load(path, weights_only=True)["global_step"] > 0
+    assert len(list(folder.glob("events*"))) == 1
+    assert {path.name for path in r.folder.iterdir()} == {"there", r.output.name}
+
+
+def test_evaluation_killed(run):
+    r = run(*IN_PROCESS, "--total-timesteps", "50")
+    assert r.wait(60) == 0
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        r = playing(run("--experiment", "e", "--evaluate", "--eval-episodes", "4"), 4)
+        os.kill(r.process.pid, number)
+        assert r.wait(10) == -number
+
+
+def test_an_actor_tries_to_be_nice_until_it_may(monkeypatch):
+    """Of users other than root the kernel takes one write in 100 ms. Whether it did or not, the end of the parent ends the actor."""
+    writes, ended = [], []
+
+    def write_text(path, text):
+        writes.append((str(path), text))
+        if len(writes) < 3:
+            raise BlockingIOError
+
+    parent, ours = Pipe()
+    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(appo_doom.random, "uniform", lambda low, high: 0.01)
+    monkeypatch.setattr(appo_doom.mp, "parent_process", lambda: SimpleNamespace(sentinel=ours))
+    monkeypatch.setattr(appo_doom, "end_group", ended.append)
+    thread = threading.Thread(target=appo_doom.watch_parent)
+    thread.start()
+    thread.join(1)
+    assert writes == [("/proc/self/autogroup", "10")] * 3 and thread.is_alive() and not ended
+    parent.close()
+    thread.join(5)
+    assert ended == [os.getpgid(0)] and not thread.is_alive()
+
+
 def test_main_killed(start):
     training(start()).process.kill()  # the fixture looks for what is left
 
@@ -158,9 +265,10 @@ def test_truncated_newest_checkpoint(run):
     assert r.wait(60) == 0
     newest, before = checkpoints(r)[::-1][:2]
     newest.write_bytes(newest.read_bytes()[:1000])
+    step = torch.load(before, weights_only=True)["global_step"]
     r = run("--experiment", "e", "--total-timesteps", "600")
     assert r.wait(60) == 0
-    assert f"warning: {newest} cannot be read" in r.text() and f"loaded {before}" in r.text()
+    assert f"warning: {newest} cannot be read" in r.text() and f"resuming {r.folder / 'e'} at step {step:,}\n" in r.text()
     assert "override: total_timesteps 300 -> 600" in r.text()
 
 

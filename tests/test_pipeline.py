@@ -1,9 +1,8 @@
-"""A counting environment through the real actors, mailbox, inference thread and rollouts: who wrote what, where and when.
+"""A counting environment through the real actors, mailbox, inference thread and rollouts: who wrote what, where and when."""
 
-The observation says which environment it is from, which episode and which step; the reward says which action was taken.
-"""
-
+import contextlib
 import queue
+import random
 import threading
 import time
 from collections import defaultdict, deque
@@ -12,86 +11,63 @@ import numpy as np
 import pytest
 import torch
 
-from edited import load, with_envs
-
-COUNTING = """
-class Env(gym.Env):
-    observation_space = gym.spaces.Dict(obs=gym.spaces.Box(0, 255, (36, 36, 3), np.uint8),
-                                        counter=gym.spaces.Box(-np.inf, np.inf, (4,), np.float32))
-    action_space = gym.spaces.MultiDiscrete((3, 4))
-
-    def reset(self, *, seed=None, options=None):
-        if seed is not None:
-            self.me, self.episode = seed % 60_000, -1
-        self.episode, self.count = self.episode + 1, 0
-        self.length = 1 + (self.me * 7 + self.episode * 13) % 9
-        return self.observation(), {}
-
-    def observation(self):
-        image = np.full((36, 36, 3), 17 * self.count + self.episode, np.uint8)
-        image[0, 0] = self.me % 256, self.episode % 256, self.count
-        return dict(obs=image, counter=np.array([self.me, self.episode, self.count, self.length], np.float32))
-
-    def step(self, action):
-        self.count += 1
-        end, kind = self.count == self.length, self.episode % 2
-        reward = 0.1 * action[0] + action[1]
-        return self.observation(), reward, end and kind == 0, end and kind == 1, {"raw_reward": 2 * reward}
-"""
+from dummy_sampler import RandomAgent
+from edited import COUNTING, load, with_envs
 
 
-@pytest.fixture(scope="module")
-def appo(tmp_path_factory):
-    return load(with_envs(tmp_path_factory.mktemp("counting"), "appo_counting", COUNTING))
+@pytest.fixture
+def appo(counting):
+    return counting
 
 
 class Pipeline:
     """Actors and the inference thread, with the test in the place of the learner."""
 
-    def __init__(self, appo, slots: int | None = None, **settings):
+    def __init__(self, appo, **settings):
         torch.manual_seed(0)
-        settings = (
-            dict(num_workers=2, num_envs_per_worker=4, worker_num_splits=2, rollout=5, batch_size=20, hidden_size=32)
-            | settings
-        )
-        self.appo, self.args = appo, appo.resolve(appo.Args(device="cpu", precision="float32", **settings))
-        args, device = self.args, torch.device("cpu")
-        envs = appo.make_envs(args, 1)
-        self.spaces = appo.spaces_of(envs)
-        self.rows = args.num_workers * args.num_envs_per_worker
-        self.agent = appo.Agent(self.spaces, args)
-        slots = slots or 2 * self.rows
-        self.rollouts = appo.Rollouts(self.spaces, args.rollout, slots, self.agent.state_size, device)
-        self.acting = appo.ActingPolicy(self.agent, 0, device)
-        self.mailbox = appo.Mailbox(self.spaces, self.rows, args.num_workers)
-        self.full, self.free, self.log = queue.SimpleQueue(), queue.SimpleQueue(), []
-        self.free.put((np.arange(slots), None))
-        self.inference = appo.Inference(args, self.mailbox, self.rollouts, self.acting, device, self.full, self.free)
+        default = dict(num_workers=2, num_envs_per_worker=4, worker_num_splits=2, rollout=5, batch_size=20, hidden_size=32, inference_threads=1)
+        self.args = args = appo.resolve(appo.Args(device="cpu", precision="float32", **default | settings))
+        spaces = appo.spaces_of(args)
+        self.rows, self.slots = args.num_workers * args.num_envs_per_worker, appo.slots_needed(args)
+        self.agent, self.log = appo.Agent(spaces, args), []
+        self.inference = appo.Inference(args, spaces, self.agent, torch.device("cpu"))
         self.inference.episodes = deque()  # all of them instead of the last 100
+        self.full, self.rollouts = self.inference.full, self.inference.rollouts
+        self.sampling = appo.sampling(args, self.inference, 0, lambda text, show=True: self.log.append(text), [])
 
     def __enter__(self):
-        self.actors = self.appo.Actors(
-            self.args, self.mailbox, lambda text, show=True: self.log.append(text), self.full.put
-        )
-        self.actors.start_all()
-        self.thread = threading.Thread(target=self.inference.run, args=(self.actors,))
-        self.thread.start()
+        self.actors = self.sampling.__enter__()
         return self
 
-    def __exit__(self, *_):
-        self.inference.stopping = True
-        self.actors.wake()
-        self.thread.join(10)
-        self.actors.stop()
-        assert not self.thread.is_alive()
+    def __exit__(self, *error):
+        self.sampling.__exit__(*error)
+        assert not [thread for thread in threading.enumerate() if thread.name == "inference"]
+
+    def get(self) -> np.ndarray:
+        """Waits for the next full slots, and looks after the actors meanwhile, as the learner does."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            self.actors.check()
+            with contextlib.suppress(queue.Empty):
+                item = self.full.get(timeout=0.1)
+                if isinstance(item, BaseException):
+                    raise item
+                return item[0]
+        raise AssertionError(f"no full slots within a minute; {self.log}")
+
+    def batches(self):
+        """Generator: yields whenever a whole batch was full and has been released."""
+        slots, size = [], self.args.batch_size // self.args.rollout
+        while True:
+            while len(slots) < size:
+                slots.extend(self.get())
+            self.inference.release(np.array(slots[:size]))
+            slots = slots[size:]
+            yield
 
     def take(self) -> list[dict]:
         """Waits for the next full slots; returns copies of their content and frees them."""
-        item = self.full.get(timeout=60)
-        if isinstance(item, BaseException):
-            raise item
-        slots, _ = item
-        content = []
+        slots, content = self.get(), []
         for slot in slots:
             fields = {
                 name: np.array(np.asarray(field)[:, slot])
@@ -99,8 +75,7 @@ class Pipeline:
                 if name != "rnn_state"
             }
             content.append(fields | dict(rnn_state=self.rollouts.rnn_state[slot].clone(), slot=slot))
-        self.free.put((slots, None))
-        self.actors.wake()
+        self.inference.release(slots)
         return content
 
 
@@ -176,17 +151,16 @@ def test_finished_episodes_are_counted_once(appo):
 def test_back_pressure(appo):
     """Without free slots everything waits, nothing is lost, and it goes on when slots come back."""
     with Pipeline(appo) as pipeline:
-        items, deadline, steps = [pipeline.full.get(timeout=60)], time.monotonic() + 60, -1
-        while pipeline.inference.steps > steps:
+        deadline, steps = time.monotonic() + 60, -1
+        while pipeline.inference.served > steps:
             assert time.monotonic() < deadline, "inference waits while nobody frees slots"
-            steps = pipeline.inference.steps
+            steps = pipeline.inference.served
             time.sleep(1)
+        items = []
         while not pipeline.full.empty():
             items.append(pipeline.full.get())
         owned = np.concatenate([slots for slots, _ in items])
-        assert len(set(owned)) == len(owned), "every slot is full once"
-        # An actor that waits for one split does not step the other, whose slots then stay as they are.
-        assert len(owned) >= 2 * pipeline.rows - pipeline.args.num_workers * pipeline.inference.size
+        assert sorted(owned) == list(range(pipeline.slots)), "every slot is full, once"
         for item in items:
             pipeline.full.put(item)
         last = {}
@@ -199,24 +173,42 @@ def test_back_pressure(appo):
 
 
 def test_slots_are_enough_when_a_batch_must_be_full_first(appo):
-    """Two splits, and no batch ahead: actors that wait for one split hold the slots of the other."""
+    """Two splits, and no batch ahead, with the real actors."""
     settings = dict(num_workers=1, num_envs_per_worker=6, worker_num_splits=2, rollout=5, batch_size=40, max_batches_ahead=0)
-    slots = appo.slots_needed(appo.resolve(appo.Args(device="cpu", **settings)))
-    with Pipeline(appo, slots, **settings) as pipeline:
-        waiting = []
-        for batch in range(20):
-            while len(waiting) < 8:  # as the learner: slots come back a whole batch at a time
-                waiting.extend(pipeline.full.get(timeout=30)[0])
-            pipeline.free.put((np.array(waiting[:8]), None))
-            pipeline.actors.wake()
-            waiting = waiting[8:]
+    with Pipeline(appo, **settings) as pipeline:
+        for _ in zip(range(20), pipeline.batches()):
+            pass
+
+
+def test_slots_are_enough_in_every_order(appo):
+    """Any number of workers, games, splits and batches; groups that come in the worst order, one at a time or all at once; and
+    a learner that takes a batch only when nothing else can move: there is always one to take."""
+    rng, spaces = random.Random(0), appo.Spaces((2, 2, 1), 0, (2,))
+    for _ in range(60):
+        workers, splits, n, T, ahead = (rng.randint(low, high) for low, high in ((1, 4), (1, 3), (1, 4), (1, 3), (0, 2)))
+        rows, sync = workers * splits * n, rng.random() < 0.3
+        B = rows if sync else rng.randint(1, 2 * rows)
+        args = appo.resolve(appo.Args(num_workers=workers, num_envs_per_worker=splits * n, worker_num_splits=splits, rollout=T, batch_size=B * T,
+                                      max_batches_ahead=ahead, sync=sync, device="cpu", precision="float32"))  # fmt: skip
+        inference, waiting = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
+        groups, greedy = list(range(workers * splits)), rng.random() < 0.5
+        for _ in range(8):
+            rng.shuffle(groups)
+            moves = True
+            while moves:  # greedy: one group as far as it comes, then the next
+                moves = any(inference.serve([group]) for group in groups) if greedy else inference.serve(groups)
+            while not inference.full.empty():
+                waiting.extend(inference.full.get()[0])
+            assert len(waiting) >= B, f"a deadlock: {args}"
+            inference.free.put((np.array(waiting[:B]), None))
+            waiting = waiting[B:]
 
 
 def test_a_killed_actor_breaks_one_transition_and_no_more(appo):
     with Pipeline(appo, worker_num_splits=1) as pipeline:
         for _ in range(6):
             pipeline.take()
-        pipeline.actors.all[0].process.kill()
+        pipeline.actors.processes[0].kill()
         rollouts = []
         while not pipeline.log or len(rollouts) < 100:
             rollouts += pipeline.take()
@@ -237,32 +229,56 @@ def test_a_killed_actor_breaks_one_transition_and_no_more(appo):
     assert broken <= 4, "one transition for each environment of the worker"
 
 
-@pytest.mark.parametrize("rollouts_per_row", [1, 2])
-@pytest.mark.parametrize("workers, splits", [(2, 2), (0, 2)])
-def test_sync_has_no_lag(appo, workers, splits, rollouts_per_row, tmp_path):
-    """The real `train` with --sync: every sample of an iteration is by the newest version, and all rows have the same share."""
-    rows = max(1, workers) * 4
-    args = appo.Args(
-        num_workers=workers, num_envs_per_worker=4, worker_num_splits=splits, rollout=5, batch_size=rows * 5 * rollouts_per_row, hidden_size=32,
-        sync=True, device="cpu", total_timesteps=600, train_dir=str(tmp_path),
-    )  # fmt: skip
-    seen, iterate = [], appo.Learner.iterate
+def test_sync_survives_an_actor_killed_between_its_splits(tmp_path):
+    """One split is then a step ahead of the other, and at the end of its rollout waits until the other is there too."""
+    line = "        if seed is not None:\n"
+    appo = load(with_envs(tmp_path, "appo_slow_reset", COUNTING.replace(line, f"{line}            time.sleep(0.05)\n")))
+    with Pipeline(appo, sync=True, batch_size=40) as pipeline:
+        actors, batches = pipeline.actors, pipeline.batches()
+        actors.SHORT_LIFE = 0  # killed more often than it would put up with
+        for _ in range(3):
+            next(batches)
+            actors.processes[0].kill()
+            while not (actors.processes[0].is_alive() and actors.numpy.requests[0] == 1):
+                actors.check()
+                time.sleep(0.01)
+            actors.processes[0].kill()
+            for _ in range(4):
+                next(batches)
+    assert actors.restarts == 6
 
-    def spy(self, slots):
-        versions = self.rollouts.versions[:, slots]
-        seen.append(
-            (self.version, versions.min(), versions.max(), np.bincount(self.rollouts.vector[0, slots, 0].int()).max())
-        )
-        return iterate(self, slots)
 
-    appo.Learner.iterate = spy
-    try:
-        assert appo.train(args, tmp_path / "run") == 0
-    finally:
-        appo.Learner.iterate = iterate
-    assert len(seen) > 5
-    for version, low, high, most in seen:
-        assert low == high == version and most == rollouts_per_row
-    assert [version for version, *_ in seen[1:]] == list(range(len(seen) - 1)), (
-        "the first batch initialises the statistics"
-    )
+SLOW = """
+class Env(gym.Env):
+    observation_space, action_space = gym.spaces.Box(0, 255, (36, 36, 3), np.uint8), gym.spaces.Discrete(2)
+    started = False
+
+    def reset(self, *, seed=None, options=None):
+        if not self.started:
+            HERE
+        self.started = True
+        return np.zeros((36, 36, 3), np.uint8), {}
+
+    def step(self, action):
+        return np.zeros((36, 36, 3), np.uint8), 0.0, False, False, {}
+"""
+
+
+def slow_start(tmp_path, name: str, line: str) -> list[str]:
+    """What is said while four games of one actor start, each with `line`."""
+    appo = load(with_envs(tmp_path, name, SLOW.replace("HERE", line)))
+    with Pipeline(appo, num_workers=1, worker_num_splits=1, actor_timeout=3.0) as pipeline:
+        pipeline.get()
+    return pipeline.log
+
+
+def test_games_that_start_slowly_are_no_hang(tmp_path):
+    """Six seconds together, but each of them less than --actor-timeout."""
+    assert slow_start(tmp_path, "appo_slow", "time.sleep(1.5)") == []
+
+
+def test_a_game_that_hangs_while_it_starts_is_found(tmp_path):
+    hung = str(tmp_path / "hung")
+    log = slow_start(tmp_path, "appo_hung", f"os.path.exists({hung!r}) or (open({hung!r}, 'w'), time.sleep(1000))")
+    assert len(log) == 1 and "actor 0 made no progress for 3 s while starting a game" in log[0]
+    assert "in reset" in log[0], "where it hung"

@@ -1,0 +1,408 @@
+"""A CUDA device without a GPU, to prove the order of what runs on it. For a CPU build of PyTorch 2.13, with the compiled simulated_cuda_guard.cpp
+preloaded (LD_PRELOAD). It patches torch: for a process that does nothing else, and imports this before the project.
+
+Simulated: tensors that say cuda:0 over memory of the CPU. An operation runs at once, with the CPU's results; beside that it is a numbered kernel of
+its thread's current stream. Streams and host threads have clocks: which kernels are known to be done before their next one. A kernel that uses what
+another stream has used is a race unless that use is in its stream's clock, whether or not anything went wrong this time. Likewise for memory that
+Python lets go of (the caching allocator may reuse it at once on the stream where it was made), for pinned host memory under a copy, and for copies to
+the host that nobody waits for. What a thread knows passes through queues and with the start and end of threads, but not through locks. Mixed devices
+and NumPy views of device memory raise, as with CUDA.
+
+Not simulated: real kernels and their rounding, CUDA's random numbers (they are the CPU's), cuDNN's packed weights, time. `inference_mode` is
+`no_grad` here, under which a dispatch mode sees what composite operators are made of. What the host does with its own memory is not seen, except for
+what `give_away` and `take_back` declare.
+
+`reports` counts what is wrong, (kind, where, what); `counts` what it costs, (phase, what).
+"""
+
+import contextlib
+import functools
+import os
+import queue
+import threading
+import traceback
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+import torch._dynamo  # noqa: F401 optimizers import it later, when it would trip over the patches
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+LOCK = threading.RLock()  # reentrant: memory may be let go of at any time
+reports, counts = Counter(), Counter()
+
+
+def report(kind: str, what: str) -> None:
+    frames = [frame for frame in traceback.extract_stack() if os.path.basename(frame.filename).startswith("appo_")]
+    reports[kind, " < ".join(f"{frame.name}:{frame.lineno}" for frame in frames[:-4:-1]), what] += 1
+
+
+# --- streams and host threads
+
+
+class Clock(dict):
+    """stream -> number of its last kernel that is known to be done. Also what an event is."""
+
+    def learn(self, other: dict) -> None:
+        for stream, number in other.items():
+            self[stream] = max(number, self.get(stream, 0))
+
+    def knows(self, kernel: tuple) -> bool:
+        stream, number = kernel
+        return self.get(stream, 0) >= number
+
+
+class Stream:
+    all = []
+
+    def __init__(self, device=None, priority: int = 0):
+        self.clock = Clock()  # what is done before its next kernel starts
+        self.all.append(self)
+
+    def last(self) -> tuple:
+        return self, self.clock.get(self, 0)
+
+    def launch(self) -> tuple:
+        self.clock.learn(here.clock)
+        self.clock[self] = self.clock.get(self, 0) + 1
+        counts[here.phase, "launches"] += 1
+        return self.last()
+
+    def record_event(self) -> Clock:
+        with LOCK:
+            self.clock.learn(here.clock)
+            return Clock(self.clock)
+
+    def wait_event(self, event: Clock) -> None:
+        with LOCK:
+            self.clock.learn(event)
+
+
+class Here(threading.local):
+    """The host thread that asks."""
+
+    default = Stream()
+
+    def __init__(self):
+        self.stream, self.clock, self.phase = self.default, Clock(), ""
+
+
+here = Here()
+
+
+def host_waits() -> None:
+    here.clock.learn(here.stream.clock)
+    counts[here.phase, "synchronisations"] += 1
+
+
+def synchronize(device=None) -> None:
+    with LOCK:
+        for stream in Stream.all:
+            here.clock.learn(stream.clock)
+
+
+@contextlib.contextmanager
+def use_stream(stream: Stream):
+    before, here.stream = here.stream, stream
+    try:
+        yield
+    finally:
+        here.stream = before
+
+
+class Thread(threading.Thread):
+    """Begins with what its starter knows; who joins it learns what it knew."""
+
+    def start(self):
+        self.clock = Clock(here.clock)
+        super().start()
+
+    def run(self):
+        here.clock = self.clock
+        with Device():
+            super().run()
+
+    def join(self, timeout=None):
+        super().join(timeout)
+        here.clock.learn(self.clock)
+
+
+class SimpleQueue(queue.SimpleQueue):
+    """Passes on what the thread knew that put."""
+
+    def put(self, item):
+        super().put((item, Clock(here.clock)))
+
+    def get(self, *args, **kwargs):
+        item, clock = super().get(*args, **kwargs)
+        here.clock.learn(clock)
+        return item
+
+
+# --- memory
+
+
+class Block:
+    """Memory of a tensor and its views, made on a stream, which may reuse it as soon as Python lets go of it. Its parts are looked after separately:
+    there is one, or after `divide` one for each slot of a rollout buffer."""
+
+    def __init__(self):
+        self.stream = here.stream
+        self.wrote = [self.stream.last()]  # by part: the last kernel that wrote; of new memory, the last that may still use it
+        self.read = [Clock()]  # and the ones that have read since
+
+    def divide(self, parts: int) -> None:
+        self.wrote, self.read = self.wrote * parts, [Clock(self.read[0]) for _ in range(parts)]
+
+    def use(self, kernel: tuple, name: str, write: bool, parts) -> None:
+        stream, number = kernel
+        for part in parts:
+            if not stream.clock.knows(self.wrote[part]):
+                report("race", f"{name} {'writes' if write else 'reads'} what another stream writes")
+            if write and not all(map(stream.clock.knows, self.read[part].items())):
+                report("race", f"{name} writes what another stream reads")
+            if write:
+                self.wrote[part], self.read[part] = kernel, Clock()
+            else:
+                self.read[part][stream] = number
+
+    def __del__(self):
+        with LOCK:
+            uses = [*self.wrote, *(use for clock in self.read for use in clock.items())]
+            if not all(self.stream.clock.knows(use) or here.clock.knows(use) for use in uses):
+                report("freed", "memory is let go of that another stream may still use")
+
+
+# ranges of host memory, (start, end); of the last, the last kernel that copies from there to the device
+pinned, given_away, copied = set(), set(), {}
+
+
+def span(memory: torch.Tensor) -> tuple[int, int]:
+    return memory.data_ptr(), memory.data_ptr() + memory.nbytes
+
+
+def overlap(ranges, other: tuple[int, int]) -> list[tuple[int, int]]:
+    return [one for one in ranges if one[0] < other[1] and other[0] < one[1]]
+
+
+def under_copy(memory: tuple[int, int]) -> bool:
+    return not all(here.clock.knows(copied[one]) for one in overlap(copied, memory))
+
+
+def give_away(memory: torch.Tensor) -> None:
+    """From now on this pinned memory belongs to another process."""
+    with LOCK:
+        if under_copy(span(memory)):
+            report("mailbox", "memory is given away under a copy")
+        given_away.add(span(memory))
+
+
+def take_back(memory: torch.Tensor) -> None:
+    with LOCK:
+        given_away.remove(span(memory))
+
+
+def host_register(start: int, nbytes: int, flags: int) -> int:
+    with LOCK:
+        pinned.add((start, start + nbytes))
+    return 0
+
+
+def host_unregister(start: int) -> int:
+    with LOCK:
+        (memory,) = [one for one in pinned if one[0] == start]
+        pinned.remove(memory)
+        if under_copy(memory):
+            report("unpinned", "memory is unpinned under a copy")
+    return 0
+
+
+# --- operations
+
+
+def dispatch(_, func, types, args=(), kwargs=None):
+    name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
+    device, tensors = kwargs.get("device"), [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    inputs, others = [x for x in tensors if isinstance(x, CudaTensor)], [x for x in tensors if not isinstance(x, CudaTensor)]
+    if not inputs and (device is None or device.type == "cpu"):
+        return func(*args, **kwargs)
+    copies = name in ("_to_copy", "copy_")
+    if inputs and not copies and any(x.dim() for x in others):
+        raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
+    to_host = copies and (device or args[0].device).type == "cpu"
+    masks = name == "index" and any(i.dtype == torch.bool for i in args[1] if i is not None)
+    waits = masks or name in ("_local_scalar_dense", "equal", "nonzero", "masked_select")  # the host needs the result
+    with LOCK:
+        out = func(*tree_map(to_raw, args), **tree_map(to_raw, kwargs))
+        result = book(name, None if to_host else out, inputs, written_blocks(func, args, kwargs), args, to_host or waits)
+        if to_host or copies and others:
+            crossed(None if to_host else others[0], kwargs.get("non_blocking") or args[2:] == (True,))
+        elif waits:
+            host_waits()
+    return out if to_host else result
+
+
+class Device(TorchDispatchMode):
+    """Context in which a thread can make tensors on the device."""
+
+    __torch_dispatch__ = dispatch
+
+
+class CudaTensor(torch.Tensor):
+    """`raw` is the tensor on the CPU that it stands for."""
+
+    __torch_function__, __torch_dispatch__ = torch._C._disabled_torch_function_impl, classmethod(dispatch)
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor, block: Block):
+        layout = dict(strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype)
+        tensor = torch.Tensor._make_wrapper_subclass(cls, raw.shape, **layout, device="cuda:0")
+        tensor.raw, tensor.block = raw, block
+        return tensor
+
+    def __deepcopy__(self, memo: dict):
+        memo[id(self)] = new = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            new._is_param = True
+        return new
+
+    def __reduce_ex__(self, protocol: int):
+        return self.detach().cpu().__reduce_ex__(protocol)
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+
+def to_raw(x):
+    return x.raw if isinstance(x, CudaTensor) else torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+def written_blocks(func, args: tuple, kwargs: dict) -> set[Block]:
+    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in written_arguments(func)]
+    return {x.block for x in tree_leaves(written) if isinstance(x, CudaTensor)}
+
+
+@functools.cache
+def written_arguments(func) -> list[tuple[int, str]]:
+    return [(i, x.name) for i, x in enumerate(func._schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
+
+
+def book(name: str, out, inputs: list[CudaTensor], written: set[Block], args: tuple = (), always: bool = False):
+    """Books an operation as a kernel, unless all that it does is to make views or room. Returns its raw results as tensors of the device."""
+    same = {id(x.raw): x for x in inputs}
+    blocks = {x.raw.untyped_storage()._cdata: x.block for x in inputs}
+    used, fresh = set(blocks.values()), []
+
+    def wrap(x):
+        if not isinstance(x, torch.Tensor) or id(x) in same:
+            return same.get(id(x), x)
+        storage = x.untyped_storage()._cdata
+        if storage not in blocks:
+            blocks[storage] = Block()
+            if x.numel() and "empty" not in name:
+                fresh.append(blocks[storage])
+        return CudaTensor(x, blocks[storage])
+
+    out = tree_map(wrap, out)
+    if written or fresh or always:
+        kernel = here.stream.launch()
+        for block in used:
+            block.use(kernel, name, block in written, parts(block, name, args))
+        for block in fresh:
+            block.use(kernel, name, True, [0])
+    return out
+
+
+def parts(block: Block, name: str, args: tuple):
+    """The parts of a block that an operation uses: where there are several, the slots, which are its last index."""
+    if len(block.wrote) > 1 and name in ("index", "index_put_", "index_select") and args[0].block is block:
+        return set((args[2] if name == "index_select" else args[1][-1]).raw.tolist())
+    return range(len(block.wrote))
+
+
+def crossed(source: torch.Tensor | None, non_blocking: bool) -> None:
+    """The kernel booked last copies `source` from the host, or (None) something to the host."""
+    if source is not None and overlap(given_away, span(source)):
+        report("mailbox", "memory is read that belongs to another process")
+    if not non_blocking:
+        host_waits()
+    elif source is None:
+        report("unfinished", "a copy to the host that nobody waits for")
+    elif overlap(pinned, span(source)):
+        copied[span(source)] = here.stream.last()
+    else:  # CUDA takes the data at once, into a buffer of its own; it may wait for room there
+        counts[here.phase, "pageable copies"] += 1
+
+
+class Rnn(torch.autograd.Function):
+    """nn.GRU or nn.LSTM: one kernel forward and one backward, as they are to cuDNN's callers."""
+
+    @staticmethod
+    def forward(ctx, rnn, *inputs):
+        needed = ctx.needs_input_grad[1:]
+        ctx.raws = [x.raw.detach().requires_grad_(y) for x, y in zip(inputs, needed)]
+        with torch.set_grad_enabled(any(needed)):
+            ctx.outs = rnn(*ctx.raws)
+        ctx.save_for_backward(*inputs)
+        with LOCK:
+            return book("rnn", tuple(x.detach() for x in ctx.outs), inputs, set())
+
+    @staticmethod
+    def backward(ctx, *grads):
+        wanted = [x for x in ctx.raws if x.requires_grad]
+        raws = iter(torch.autograd.grad(ctx.outs, wanted, [x.raw for x in grads]))
+        raws = tuple(next(raws) if x.requires_grad else None for x in ctx.raws)
+        with LOCK:
+            return None, *book("rnn_backward", raws, [*ctx.saved_tensors, *grads], set())
+
+
+def on_device(rnn, states: int):
+    """torch.gru, with one tensor of state, or torch.lstm, with two, for tensors of the device too."""
+
+    def call(x, state, weights, *flags):
+        if not isinstance(x, CudaTensor):
+            return rnn(x, state, weights, *flags)
+
+        def on_raw(x, *tensors):
+            return rnn(x, tensors[:states] if states > 1 else tensors[0], tensors[states:], *flags)
+
+        return Rnn.apply(on_raw, x, *(state if states > 1 else [state]), *weights)
+
+    return call
+
+
+# --- patches
+
+torch.inference_mode = torch.no_grad
+torch.cuda.is_available, torch.cuda.device_count, torch.cuda._lazy_init = lambda: True, lambda: 1, lambda: None
+torch.cuda.set_device = torch.cuda.check_error = lambda number: None
+torch.cuda.is_bf16_supported, torch.backends.cudnn.enabled = lambda **_: True, False
+torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream = Stream, use_stream, lambda device=None: here.stream
+torch.cuda.synchronize = synchronize
+torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=host_register, cudaHostUnregister=host_unregister)
+torch._VF.gru, torch._VF.lstm = on_device(torch._VF.gru, 1), on_device(torch._VF.lstm, 2)
+torch.utils._foreach_utils._foreach_supported_types.append(CudaTensor)  # as CUDA's own: one kernel for many parameters
+torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes new parameters: what an old one is cannot be changed
+torch.autograd.set_multithreading_enabled(False)  # backward runs in its caller's thread; this is for the main thread
+
+
+def install(module) -> None:
+    """Threads and queues, in a module of the project."""
+    module.queue = SimpleNamespace(**vars(queue) | dict(SimpleQueue=SimpleQueue))
+    module.threading = SimpleNamespace(**vars(threading) | dict(Thread=Thread))
+
+
+def count(cls, name: str) -> None:
+    """Counts a method's calls, and under its name what they cost, without the calls in them of other counted methods."""
+    method = getattr(cls, name)
+
+    def counted(*args, **kwargs):
+        before, here.phase = here.phase, name
+        counts[name, "calls"] += 1
+        try:
+            return method(*args, **kwargs)
+        finally:
+            here.phase = before
+
+    setattr(cls, name, counted)

@@ -1,0 +1,269 @@
+"""The CUDA branch on a simulated device (simulated_cuda.py): what is used is there already and still, and the results are those of the CPU branch.
+To show that a fault would be seen, the same is played with copies of the file from which one synchronisation was taken out.
+
+Every scenario is played in a process of its own, a child of `python test_simulated_cuda.py`, which has imported what takes long.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edited import ROOT, edited
+
+VARIANTS = ("appo_doom.py", "appo_atari.py")
+IMAGE = (44, 44, 3)
+SIZES = dict(num_workers=4, num_envs_per_worker=4, worker_num_splits=2, num_epochs=2, inference_threads=1, learner_threads=1)
+GROUPS, ROWS = 8, 2  # of these sizes: groups, and rows in each
+
+# what is wrong -> the kind of report, or the RuntimeError, that it gives, and the edit that makes it so
+MUTANTS = {
+    "inference does not wait for the learner's copies out of free slots": ("race", (
+        "slots, event = self.free.get()\n            wait_event(event)", "slots, event = self.free.get()\n")),
+    "the learner frees slots without an event": ("race", ("free.put((slots, record_event(self.device)))", "free.put((slots, None))")),
+    "the learner frees slots before it copies them": ("race", (
+        "batch, lags = self.gather(slots)\n        if not args.sync:\n            self.inference.release(slots)\n",
+        "self.inference.release(slots)\n        batch, lags = self.gather(slots)\n")),
+    "the learner does not wait for what inference wrote": ("race", (
+        "more, event = item\n            wait_event(event)", "more, event = item\n")),
+    "inference hands over slots without an event": ("race", (
+        "            event = record_event(self.device)\n", "            event = None\n")),
+    "nobody waits for a policy": ("race", ("            wait_event(policy.event)\n", "")),
+    "a policy is used without an event": ("race", ("policy.event = record_event(self.device)\n", "pass\n")),
+    "threads start while the default stream still works": ("race", ("        torch.cuda.synchronize(device)", "        pass")),
+    "a reply before the actions are there": ("unfinished", ("actions.cpu().numpy()", 'actions.to("cpu", non_blocking=True).numpy()')),
+    "a reply before the mailbox was copied": ("mailbox", ("actions.cpu().numpy()", "torch.zeros(actions.shape, dtype=torch.int64).numpy()")),
+    "a reply before the mailbox is read": ("mailbox", (
+        "                    served = set(self.serve(", "                    actors.reply(waiting)\n                    served = set(self.serve(")),
+    "the mailbox is unpinned before it was copied": ("unpinned", ("torch.cuda.synchronize(self.device)", "pass")),
+    "every publish is a new copy": ("freed", (
+        "self.current, self.spare = spare, self.current\n",
+        "self.current, self.spare = self.frozen_copy(spare.agent), spare\n        self.current.event = record_event(self.device)\n")),
+    "the host reads device memory": (".numpy() is not supported", ("actions.cpu().numpy()", "actions.numpy()")),
+    "indices that stay on the host": ("Expected all tensors to be on the same device", (
+        "torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)",
+        "torch.from_numpy(np.stack([rows, t, slots, first]))")),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory):
+    """Plays a scenario below with the file at a path, and returns what came of it."""
+    import torch
+
+    if torch.__version__.partition("+")[0] != "2.13.0" or torch.backends.cuda.is_built():
+        pytest.skip(f"the simulated device fits the insides of torch 2.13.0 for CPUs, this is {torch.__version__}")
+    if not shutil.which("g++"):
+        pytest.skip("no g++ to compile simulated_cuda_guard.cpp with")
+    guard, home = tmp_path_factory.mktemp("guard") / "guard.so", Path(torch.__file__).parent
+    subprocess.run(["g++", "-std=c++20", "-fPIC", "-shared", Path(__file__).with_name("simulated_cuda_guard.cpp"), "-o", guard, f"-I{home}/include",
+                    f"-L{home}/lib", f"-Wl,-rpath,{home}/lib", "-lc10", "-ltorch_cpu"], check=True)  # fmt: skip
+    with subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env=os.environ | dict(LD_PRELOAD=str(guard), OMP_NUM_THREADS="1")) as process:  # fmt: skip
+
+        def ask(path: Path, scenario: str, *arguments) -> dict:
+            print(json.dumps([str(path), scenario, *arguments]), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield ask
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_order(play, variant, ahead):
+    answer = play(ROOT / variant, "order", ahead, False)
+    assert (answer["error"], answer["reports"]) == ("", [])
+    print(answer["costs"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rnn, vector, heads", [("gru", 0, (9,)), ("lstm", 23, (3, 3, 2)), ("none", 3, (4,))])
+def test_agreement(play, variant, rnn, vector, heads):
+    answer = play(ROOT / variant, "agreement", rnn, vector, heads)
+    assert (answer["error"], answer["reports"]) == ("", [])
+    assert answer["updates"] >= 3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_missing_synchronisation_is_found(play, tmp_path, variant, mutant):
+    kind, edit = MUTANTS[mutant]
+    answer = play(edited(tmp_path, "appo_mutant", edit, source=ROOT / variant), "order", 0, True)
+    assert kind in {kind for kind, *_ in answer["reports"]} or f"RuntimeError: {kind}" in answer["error"], answer
+
+
+# --- what follows is for the process with the simulated device
+
+
+def order(appo, ahead: int, until_report: bool) -> None:
+    """The real `train`, with its two threads. Random numbers come in the place of games."""
+    import torch
+
+    import simulated_cuda as cuda
+
+    class Actors:
+        """In their place. A group that has got its actions asks for more at once, but its games have only stepped when that is read, or is read
+        another time."""
+
+        restarts = 0
+
+        def __init__(self, args, mailbox, requests, session, log):
+            self.mailbox, self.numpy, self.requests = mailbox, mailbox.numpy(), requests
+            self.playing, self.rng = set(), np.random.default_rng(0)
+
+        def start_all(self) -> None:
+            self.reply([(group, 0) for group in range(GROUPS)])
+
+        def reply(self, requests) -> None:
+            for group, _ in requests:
+                rows = slice(group * ROWS, group * ROWS + ROWS)
+                cuda.give_away(self.mailbox.obs[rows])
+                cuda.give_away(self.mailbox.vector[rows])
+                self.numpy.reward[rows] = self.numpy.vector[rows] = np.nan  # a loss with one of these in it ends the run
+                self.playing.add(group)
+                self.request(group)
+
+        def request(self, group: int) -> None:
+            os.write(self.requests.fileno(), appo.REQUEST.pack(group, 0))
+
+        def is_current(self, group: int, incarnation: int) -> bool:
+            if group in self.playing and self.rng.random() < 0.3:
+                self.request(group)
+                return False
+            if group in self.playing:
+                rows = slice(group * ROWS, group * ROWS + ROWS)
+                cuda.take_back(self.mailbox.obs[rows])
+                cuda.take_back(self.mailbox.vector[rows])
+                write_rows(self.numpy, rows, self.rng)
+                self.playing.remove(group)
+            return True
+
+        def wait_for_games(self, stop_signals) -> None:
+            pass
+
+        def check(self) -> None:
+            if until_report and cuda.reports:
+                raise KeyboardInterrupt
+
+        def stop(self, patience) -> None:
+            pass
+
+    class Rollouts(appo.Rollouts):
+        def __init__(self, spaces, T, slots, state_size, device):
+            super().__init__(spaces, T, slots, state_size, device)
+            for field in vars(self).values():
+                if isinstance(field, torch.Tensor):
+                    field.block.divide(slots)
+
+    appo.Actors, appo.Rollouts, appo.spaces_of = Actors, Rollouts, lambda args: appo.Spaces(IMAGE, 3, (3, 2))
+    for cls, name in ((appo.Inference, "serve"), (appo.Inference, "act"), (appo.Learner, "gather"), (appo.Learner, "update"),
+                      (appo.Agent, "update_normalizers"), (appo.Learner, "publish")):  # fmt: skip
+        cuda.count(cls, name)
+    args = appo.Args(**SIZES, device="cuda", precision="bfloat16", rnn_type="gru", rollout=4, batch_size=64, hidden_size=16,
+                     max_batches_ahead=ahead, total_timesteps=300)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, cuda.Device():
+        appo.train(args, Path(folder))
+        if not until_report:  # resumed, and with the slots freed after the update
+            appo.train(replace(args, total_timesteps=400, sync=True), Path(folder))
+    assert not cuda.pinned
+
+
+def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
+    """Inference and learner in one thread, with the same mailbox and seed on the CPU and on the device."""
+    import torch
+
+    import simulated_cuda as cuda
+
+    def run(kind: str) -> dict:
+        torch.manual_seed(0)
+        rng, device, spaces = np.random.default_rng(0), torch.device(kind), appo.Spaces(IMAGE, vector, tuple(heads))
+        args = appo.resolve(appo.Args(**SIZES, device=kind, precision="float32", rnn_type=rnn, rollout=8, batch_size=128, hidden_size=32))
+        agent = appo.Agent(spaces, args).to(device)
+        inference = appo.Inference(args, spaces, agent, device)
+        learner = appo.Learner(args, agent, inference, device)
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        actions, metrics, full, waiting = [], [], [], set()
+        with appo.own_stream(device, threads=1):
+            for _ in range(60):
+                for group in set(rng.choice(GROUPS, rng.integers(1, GROUPS + 1), replace=False).tolist()) - waiting:
+                    write_rows(inference.numpy, slice(group * ROWS, group * ROWS + ROWS), rng)
+                    waiting.add(group)
+                waiting -= set(inference.serve(sorted(waiting)))
+                actions.append(inference.numpy.action.copy())
+                while not inference.full.empty():
+                    full.extend(inference.full.get()[0])
+                if len(full) >= 16:
+                    metrics.append(learner.iterate(np.array(full[:16])))
+                    full = full[16:]
+            result = dict(actions=actions, metrics=metrics, rollouts=vars(inference.rollouts), weights=agent.state_dict(),
+                          acting=inference.acting.current.agent.state_dict())  # fmt: skip
+            return torch.utils._pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else torch.as_tensor(x), result)
+
+    one = run("cpu")
+    with cuda.Device():
+        two = run("cuda")
+    torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-6, equal_nan=True)
+    return dict(updates=len(one["metrics"]))
+
+
+def write_rows(numpy, rows: slice, rng: np.random.Generator) -> None:
+    """What games might write into the mailbox."""
+    numpy.obs[rows] = rng.integers(0, 256, numpy.obs[rows].shape)
+    numpy.vector[rows] = rng.normal(size=numpy.vector[rows].shape)
+    numpy.reward[rows] = rng.normal(size=ROWS)
+    numpy.first[rows], numpy.terminated[rows] = rng.random((2, ROWS)) < 0.1
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def answer(path: str, scenario: str, *arguments) -> dict:
+    import simulated_cuda as cuda
+
+    appo, result = load(Path(path)), dict(error="")
+    cuda.install(appo)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            result |= dict(order=order, agreement=agreement)[scenario](appo, *arguments) or {}
+    except BaseException:
+        result["error"] = traceback.format_exc()
+    gc.collect()
+    calls = {phase: n for (phase, what), n in cuda.counts.items() if what == "calls"}
+    costs = {f"{phase}: {what}": round(n / calls[phase], 1) for (phase, what), n in cuda.counts.items() if phase in calls and what != "calls"}
+    return result | dict(reports=list(cuda.reports), costs=costs)
+
+
+def main() -> None:
+    import simulated_cuda  # noqa: F401 before the project
+    import torch.utils.tensorboard  # noqa: F401
+
+    for variant in VARIANTS:
+        load(ROOT / variant)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            signal.alarm(120)
+            print(json.dumps(answer(*json.loads(line))), flush=True)
+            os._exit(0)
+        if status := os.wait()[1]:
+            print(json.dumps(dict(error=f"ended with status {status}", reports=[])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
