@@ -49,8 +49,8 @@ observation is the first of the next episode. So two flags say all there is to k
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
 and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was restarted)
-cuts the V-trace trace and is left out of every loss, mean and counter. A time limit needs no flag of its own: its last
-step bootstraps from the value of the true last observation.
+cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
+last step bootstraps from the value of the true last observation.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class Args:
     """basic, my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering,
     health_gathering_supreme, battle, battle2, or benchmark (battle without measurements and with 9 flat actions)"""
     cfg_path: str | None = None  # a ViZDoom scenario .cfg of your own, trained on instead of `env_id`
-    frameskip: int = 4  # game tics (frames) per step of the agent
+    frameskip: int = 4  # game ticks (frames) per step of the agent
     seed: int = 1  # of the network, of the action sampling and of the games
     total_timesteps: int = 1_000_000  # stop after this many steps (frames / frameskip), all sessions together
     train_for_seconds: float | None = None  # stop after this many seconds of this session
@@ -132,7 +132,7 @@ class Args:
     set_workers_cpu_affinity: bool = True
     """pin worker i and its games to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
-    sync: bool = False  # collect only while the learner waits: iterations begin with lag 0. The baseline; nothing ahead
+    sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0  # a worker is restarted when a step, or the start of one game, takes more seconds
     inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
@@ -170,10 +170,10 @@ class Args:
                 self.cfg_path = os.path.abspath(self.cfg_path)
 
 
-# The ranges of numbers, where they are not 1 to infinity (whole numbers) or 0.0 to infinity
+# The ranges of numeric flags; of those not named, 1 to infinity for whole numbers and 0.0 to infinity for others
 LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
 HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, worker_num_splits=256)  # a reply is one byte
-BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default: this part of one rollout of every row, at least so many samples
+BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
 
 
 class UserError(Exception):
@@ -316,7 +316,7 @@ def launcher() -> str:
     script = f"""#!/bin/sh
 trap '' INT
 mkdir -p {folder}/_vizdoom && cd {folder} || exit 1
-mortal="setpriv --pdeathsig KILL"  # from util-linux; where it is too old, a killed --evaluate leaves its engines
+mortal="setpriv --pdeathsig KILL"  # from util-linux; if too old, a killed --evaluate or --num-workers 0 leaves engines
 $mortal true 2> /dev/null || mortal=
 exec $mortal {engine} "$@"
 """
@@ -488,7 +488,7 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     """The environments of one split of a worker. Edit this function to train on something else.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image, alone or in a Dict
-    as `obs` beside a float `vector` (several: concatenated), and take Discrete or MultiDiscrete actions. No game is
+    as `obs` beside a float `vector` (concatenate several), and take Discrete or MultiDiscrete actions. No game is
     started before `reset`. In every step's `info` there may be `raw_reward`, a float that scores are sums of, and
     `game_over`, a bool, where the end of an episode is not the end of the game.
     """
@@ -579,7 +579,7 @@ class Rollouts:
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, **on)
         self.logprobs = torch.full((T, slots), torch.nan, **on)  # of the actions, by the policy that acted (mu)
         self.values = torch.full((T, slots), torch.nan, **on)  # by the policy that acted, for value clipping only
-        self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0] entered it, and before its reset
+        self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0], and before `first[0]` zeroes it
         # on the host
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
@@ -588,9 +588,9 @@ class Rollouts:
 
 
 def slots_needed(args: Args) -> int:
-    """Room for what is filled and for what waits for the learner, and enough that the two never wait for each other: if
-    nothing moved, every group would be waiting for slots, so none would be FILLING and at most B - 1 FULL, and of B + n
-    slots the n that a group takes would be free. With `sync` there is one slot for every row."""
+    """Room for the slots being filled and for those waiting for the learner, and enough to rule out deadlock: if all
+    groups waited for slots and the learner for its batch, none would be FILLING and at most B - 1 FULL, so that of
+    B + n slots at least the n that one group takes would be free. With `sync` there is one slot for every row."""
     B, n = args.batch_size // args.rollout, args.num_envs_per_worker // args.worker_num_splits
     if args.sync:
         return B
@@ -631,13 +631,13 @@ class Normalizer(nn.Module):
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
         """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
         Raises FloatingPointError, before anything is changed, for an input that is not finite."""
-        x = x[valid].float() / self.unit  # boolean indexing waits for the device; the learner has just done so anyway
+        x = x[valid].float() / self.unit  # boolean indexing waits for the device; so did the update just before
         n = len(x)
         if n == 0:
             return
         mean = x.mean(0)
         var = (x - mean).square_().mean(0)
-        if not (mean + var).isfinite().all():  # inputs are clipped to +-5, so no loss would show it
+        if not (mean + var).isfinite().all():  # infinities are clipped to +-5, so no loss would show them
             raise FloatingPointError("an observation is not finite")
         total = self.count + n
         delta = mean - self.mean
@@ -863,8 +863,8 @@ WAKE = -1  # "group" of a message that only wakes the inference thread: slots we
 
 
 class Games:
-    """The environments of one worker. `reset` and `step` write a split's rows of the mailbox. Then these belong to the
-    caller until it calls `step` for that split again, with the actions filled in."""
+    """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; from then on the rows
+    belong to the caller, until it has filled in the actions and calls `step` for that split again."""
 
     def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
         S = args.worker_num_splits
@@ -874,13 +874,13 @@ class Games:
         starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
         self.rows = [slice(start, start + n) for start in starts]
         self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
-        self.totals = np.zeros((S, n, 3))  # of the running games, what Mailbox.episode has of finished ones
+        self.totals = np.zeros((S, n, 3))  # of the games still running; columns as in Mailbox.episode
 
     def reset(self, split: int) -> None:
         """Starts the split's games."""
         r, envs, mailbox, seed = self.rows[split], self.splits[split], self.mailbox, self.seed + split * self.n
-        # Where the vector class allows it games are started one by one, so that each counts as progress. The reset of
-        # all that follows costs little.
+        # Where the vector class allows it, games are started one by one, so that each counts as progress. The reset of
+        # the whole split afterwards costs little.
         for i, env in enumerate(getattr(envs, "envs", ())):
             env.reset(seed=seed + i)
             mailbox.started[self.worker] += 1
@@ -900,7 +900,7 @@ class Games:
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
         self.ended[split] = terminated | truncated
         totals += np.stack([raw_reward, reward, np.ones(self.n)], axis=-1) * ~first[:, None]
-        over = info.get("game_over", self.ended[split])  # the same, but where a lost life ends an episode
+        over = info.get("game_over", self.ended[split])  # they differ where a lost life ends an episode
         mailbox.episode[r] = totals * over[:, None]
         totals[over] = 0
 
@@ -922,8 +922,8 @@ def game_seed(*entropy: int) -> int:
 
 def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int, mailbox: Mailbox,
           request_pipe, reply_pipe, error_pipe) -> None:  # fmt: skip
-    """Body of an actor process. All actors write to one request pipe. A byte in this actor's reply pipe names a split
-    whose actions are there. The error pipe takes its last words as raw text."""
+    """Body of an actor process. All actors write to one request pipe. A byte from this actor's reply pipe is the number
+    of a split whose actions are in the mailbox. The error pipe receives the traceback, as raw text."""
     os.setsid()  # a process group of our own, which can be ended even after we are dead
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
@@ -961,20 +961,20 @@ def watch_parent() -> None:
     """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
     parent, pause = [mp.parent_process().sentinel], 0.0
     while not multiprocessing.connection.wait(parent, timeout=pause):
-        # Where Linux schedules by session, nice works within a session only. setsid has made one: nice that too. From
-        # users other than root the kernel takes this once in 100 ms, on the whole machine.
+        # With autogroup scheduling nice only compares processes of one session. setsid made us a new one, so that is
+        # niced too. From users other than root the kernel accepts this once per 100 ms, machine-wide: retry.
         try:
             Path("/proc/self/autogroup").write_text("10")
             pause = None
         except BlockingIOError:
             pause = random.uniform(0.1, 2.0)
-        except OSError:  # it does not schedule so
+        except OSError:  # no such scheduling
             pause = None
     end_group(os.getpgid(0))  # ourselves among it
 
 
 def end_group(process_group: int) -> None:
-    """Kills an actor, if it is still alive, and its games. Games that are just being started have memory with names."""
+    """Kills an actor, if still alive, and its games, and unlinks the games' shared memory, which has names at first."""
     unlink_orphans()
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
@@ -987,13 +987,13 @@ def end_group(process_group: int) -> None:
 class Actors:
     """The actor processes: started, looked after by the learner's thread, and replaced when they die or hang.
 
-    With an actor its games are lost, and the last transition of each of its rows, which the next observation, a `first`
-    one, makes invalid. What its rows have in FILLING slots stays."""
+    When an actor dies, its games and the last transition of each of its rows are lost: the row's next observation is a
+    `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
 
-    SHORT_LIFE = 1000  # requests. An actor that dies before so many three times in a row ends the run
+    SHORT_LIFE = 1000  # requests. A worker whose actors die or hang sooner three times in a row ends the run
 
     def __init__(self, args: Args, mailbox: Mailbox, request_pipe, session: int, log):
-        """With another `session` the games are other games."""
+        """Another `session` number gives the games other seeds."""
         self.args, self.mailbox, self.numpy, self.request_pipe = args, mailbox, mailbox.numpy(), request_pipe
         self.session, self.log, self.restarts, self.looked = session, log, 0, time.monotonic()
         self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
@@ -1001,8 +1001,8 @@ class Actors:
         # of each worker
         self.processes, self.reply_pipes, self.error_pipes = ([None] * args.num_workers for _ in range(3))
         self.incarnations, self.short_lives, self.replied = ([0] * args.num_workers for _ in range(3))
-        self.progress = [0] * args.num_workers  # games started, requests and replies when last looked at,
-        self.seconds = [0.0] * args.num_workers  # and for how long it has been at work since
+        self.progress = [0] * args.num_workers  # games started + requests + replies, at the last check
+        self.seconds = [0.0] * args.num_workers  # how long it has been at work without any progress
 
     def start_all(self) -> None:
         self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
@@ -1055,7 +1055,7 @@ class Actors:
             waits = requests - self.replied[worker] >= S  # for replies to all of its splits
             if waits or progress > self.progress[worker]:
                 self.progress[worker], self.seconds[worker] = progress, 0.0
-            else:  # if the whole container was paused, all of `elapsed` was no time for the actor
+            else:  # a pause of the whole container is not the actor's fault
                 self.seconds[worker] += min(elapsed, 10.0)
             if not process.is_alive():
                 self.replace(worker, "died")
@@ -1134,9 +1134,9 @@ def own_stream(device: torch.device, threads: int, priority: int = 0):
 
 
 class ActingPolicy:
-    """Two copies of the policy: inference uses the current one while the learner fills the spare one, then they swap. A
-    copy's lock orders who launches work on it, and on CUDA its event makes the one's stream wait for the other's work.
-    So nobody ever reads half an update."""
+    """Two copies of the policy: inference uses the current one, the learner overwrites the spare one, then they swap. A
+    copy's lock lets one thread at a time launch work on it; on CUDA its event makes the next user's stream wait for
+    that work. So inference never sees half an update."""
 
     def __init__(self, agent: Agent, device: torch.device):
         self.device, self.learned = device, list(agent.state_dict().values())  # updated in place
@@ -1183,7 +1183,7 @@ class Inference:
         self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
         self.free_slots = deque(range(slots))
         groups = rows // self.size
-        self.t = [0] * groups  # steps in the FILLING slots; the rows of a group are in step
+        self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
         self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
         self.state = torch.zeros(rows, agent.state_size, device=device)
         self.obs = torch.zeros_like(self.mailbox.obs, device=device)  # the mailbox rows being served, on the device
@@ -1203,7 +1203,7 @@ class Inference:
         self.stopping = False
 
     def release(self, slots: np.ndarray) -> None:
-        """The learner gives slots back. They are FREE when the event, behind its last copy out of them, has passed."""
+        """The learner gives slots back. They are FREE once the event, recorded after its last copy, has passed."""
         self.free.put((slots, record_event(self.device)))
         self.wake()
 
@@ -1353,8 +1353,8 @@ class Learner:
         return Batch(**on_device, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
 
     def iterate(self, slots: np.ndarray) -> dict[str, float]:
-        """Learns from B FULL slots, and gives them back as soon as they are copied, with `sync` when the new policy is
-        published. Returns metrics.
+        """Learns from B FULL slots, which are LEARNING until they are given back: as soon as they are copied, but with
+        `sync` only after the new policy has been published. Returns metrics.
 
         Raises FloatingPointError before a non-finite update is made: the weights are still good.
         """
@@ -1448,8 +1448,8 @@ def saved_args(folder: Path) -> dict:
 
 
 def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
-    """A trained policy from an experiment's folder, its Args for games in this process, with `changes` such as
-    device="cpu", and its step. kind: "latest" or "best". Raises UserError."""
+    """The trained policy in an experiment's folder, its Args (set for games in this process and updated by `changes`,
+    such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
     folder, here = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
     args = resolve(Args(**saved_args(folder) | changes | here))
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)

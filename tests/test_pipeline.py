@@ -33,10 +33,14 @@ class Pipeline:
         self.inference = appo.Inference(args, spaces, self.agent, torch.device("cpu"))
         self.inference.episodes = deque()  # all of them instead of the last 100
         self.full, self.rollouts = self.inference.full, self.inference.rollouts
-        self.sampling = appo.sampling(args, self.inference, 0, lambda text, show=True: self.log.append(text), [])
+        self.late = []
+        self.sampling = appo.sampling(args, self.inference, 0, lambda text, show=True: self.log.append(text), self.late)
 
     def __enter__(self):
+        timer = threading.Timer(60, self.late.append, [f"the games did not start within a minute; {self.log}"])
+        timer.start()
         self.actors = self.sampling.__enter__()
+        timer.cancel()
         return self
 
     def __exit__(self, *error):
@@ -47,6 +51,7 @@ class Pipeline:
         """Waits for the next full slots, and looks after the actors meanwhile, as the learner does."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
+            assert not self.late, self.late
             self.actors.check()
             with contextlib.suppress(queue.Empty):
                 item = self.full.get(timeout=0.1)
