@@ -147,7 +147,7 @@ def test_an_experiment_stays_below_the_train_dir(name, tmp_path, monkeypatch, ca
     """Wherever else it is, something of the user's may lie there."""
     experiment = tmp_path / "train_dir" / "e"
     (experiment / "checkpoints").mkdir(parents=True)
-    cfg = json.dumps({"args": asdict(appo_doom.Args(num_workers=0, device="cpu"))})
+    cfg = json.dumps({"args": asdict(appo_doom.Args())})
     for folder in (experiment, experiment.parent, tmp_path):
         (folder / "cfg.json").write_text(cfg)
 
@@ -157,7 +157,8 @@ def test_an_experiment_stays_below_the_train_dir(name, tmp_path, monkeypatch, ca
     before = content()
     monkeypatch.chdir(tmp_path)
     for more in ([], ["--evaluate"]):
-        monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--experiment", name, *more])
+        short = ["--num-workers", "0", "--num-envs-per-worker", "1", "--total-timesteps", "1", "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--experiment", name, *short, *more])
         assert appo_doom.main() == 2
         assert capsys.readouterr().err == f"error: --experiment {name} is not a folder below train_dir\n"
     assert content() == before
@@ -192,7 +193,7 @@ def test_a_running_experiment_is_not_overwritten(tmp_path, monkeypatch):
     (tmp_path / "e" / "cfg.json").write_text("{}")
     running = appo_doom.open_log(tmp_path / "e")
     with pytest.raises(appo_doom.UserError, match="another run is using"):
-        appo_doom.train(appo_doom.Args(num_workers=0, device="cpu"), tmp_path / "e")
+        appo_doom.train(appo_doom.Args(num_workers=0, num_envs_per_worker=1, total_timesteps=1, device="cpu"), tmp_path / "e")
     assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["e", "cfg.json", "log.txt"]
     assert (tmp_path / "e" / "cfg.json").read_text() == "{}" and not (tmp_path / "e" / "log.txt").read_text()
     running.close()

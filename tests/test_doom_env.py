@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -334,6 +336,20 @@ def test_unsupported_spaces_are_refused_by_name(space, ok, monkeypatch):
         else:
             with pytest.raises(UserError, match="unsupported spaces"):
                 made()
+
+
+def test_what_an_engine_finds_when_it_starts(tmp_path, monkeypatch):
+    """Itself in the temporary folder, whatever its name; there its own folder, though eight start at once; Ctrl-C turned off."""
+    engine, empty = tmp_path / "vizdoom", tmp_path / "it's empty"
+    engine.write_text('#!/bin/sh\necho "$PWD" _viz* "$2"\ngrep SigIgn /proc/$$/status\n')
+    engine.chmod(0o755)
+    monkeypatch.setattr(vizdoom, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(tempfile, "tempdir", str(empty))
+    script = appo_doom.launcher.__wrapped__()
+    for process in [subprocess.Popen([script, "-1", "two words"], stdout=subprocess.PIPE, text=True) for _ in range(8)]:
+        where, ignored = process.communicate()[0].splitlines()
+        assert where == f"{empty} _vizdoom two words"
+        assert int(ignored.split()[1], 16) >> (signal.SIGINT - 1) & 1
 
 
 @pytest.fixture
