@@ -320,6 +320,7 @@ mortal="setpriv --pdeathsig KILL"  # from util-linux; if too old, a killed --eva
 $mortal true 2> /dev/null || mortal=
 exec $mortal {engine} "$@"
 """
+    unlink_orphans()  # of runs before this one
     file = os.memfd_create("vizdoom_launcher")
     os.write(file, script.encode())
     return f"/proc/{os.getpid()}/fd/{file}"
@@ -900,7 +901,7 @@ class Games:
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
         self.ended[split] = terminated | truncated
         totals += np.stack([raw_reward, reward, np.ones(self.n)], axis=-1) * ~first[:, None]
-        over = info.get("game_over", self.ended[split])  # they differ where a lost life ends an episode
+        over = np.asarray(info.get("game_over", self.ended[split]), bool)  # not where a lost life ended it
         mailbox.episode[r] = totals * over[:, None]
         totals[over] = 0
 
@@ -1027,6 +1028,7 @@ class Actors:
         self.processes[worker] = process
         reply_pipe.close()
         error_pipe.close()
+        self.looked = time.monotonic()  # the first start takes seconds, which are no actor's
 
     def is_current(self, group: int, incarnation: int) -> bool:
         """False for the requests of an actor that has been replaced."""
