@@ -16,8 +16,8 @@
 
     python appo_doom.py --env-id battle --num-workers 20
 
-On 2 cores of an AMD EPYC (Zen 3, no GPU) the bare command brings `basic` to a mean return of 75 in 3.1 minutes (median
-of three seeds, 2026-11-21; benchmark/learning_basic.sh).
+On 2 cores of an AMD EPYC (Zen 3, no GPU) `--env-id basic` reaches a mean return of 75 in 3.1 minutes (median of three
+seeds with default flags, 2026-11-21; benchmark/learning_basic.sh).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: group g  +------------------------------------------+

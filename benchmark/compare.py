@@ -3,7 +3,7 @@
     python benchmark/compare.py ../old . --out benchmark/results/compare.json
 
 Every round trains each family with both checkouts, the second first in every other round. Rates are by TensorBoard's clock, from the third
-report on. Machine: 2 cores without a GPU; five rounds take 15 minutes, and nothing else may run.
+report on. Machine: 2 cores without a GPU; five rounds take 17 minutes, and nothing else may run.
 """
 
 import json
