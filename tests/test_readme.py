@@ -25,7 +25,7 @@ README, MEASUREMENTS = (ROOT / "README.md").read_text(), (ROOT / "benchmark" / "
 TEXTS = {"README.md": README, "benchmark/README.md": MEASUREMENTS}
 FLAGS = {"help", "logdir"} | {
     prefix + field.name.replace("_", "-")
-    for options in (appo_doom.Args, appo_atari.Args, dummy_sampler.Options)
+    for options in (appo_doom.Args, appo_atari.Args, dummy_sampler.Options, animation.Options)
     for field in fields(options)
     for prefix in (("", "no-") if field.type is bool else ("",))
 }
