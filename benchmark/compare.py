@@ -44,6 +44,8 @@ def rate(checkout: Path, script: str, env_id: str, seconds: float) -> float:
 
 def main() -> None:
     options = tyro.cli(Options)
+    if options.seconds < 30:
+        sys.exit(f"error: --seconds {options.seconds}: a run needs at least 30 for its rate")
     rates = {family: {"old": [], "new": []} for family in GAMES}
     for i in range(options.rounds):
         for family, game in GAMES.items():
