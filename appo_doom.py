@@ -1305,8 +1305,8 @@ class Inference:
             if (t == 0).any():
                 rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
             rollouts.versions[t, slots] = policy.version
-        self.numpy.action[rows] = actions.cpu().numpy()  # waits for the device, so also for its copies out
-        # of the mailbox: only now may the actors have their rows back
+        # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
+        self.numpy.action[rows] = actions.cpu().numpy()
         self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
         for group in groups:
             self.t[group] += 1
