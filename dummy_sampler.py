@@ -40,10 +40,10 @@ NULL_WORKERS = (2, 4, 8, 16, 32, 64)
 
 @dataclass
 class Options:
-    family: Literal["doom", "atari"] = "doom"
+    family: Literal["doom", "atari", "pbt_doom"] = "doom"
     """which variant's environments"""
     env_id: str | None = None
-    """environment; default: benchmark for doom, Breakout-v5 for atari"""
+    """environment; default: benchmark for doom, Breakout-v5 for atari, duel for pbt_doom"""
     num_workers: int | None = None
     """processes. Default: the cores this process may use"""
     num_envs_per_worker: int = 16
@@ -72,16 +72,20 @@ def variant(options: Options):
             sys.exit(f"error: --{name.replace('_', '-')} {value}: there must be at least one")
     if options.null and options.sweep:
         sys.exit("error: --null measures 2 to 64 workers and has no --sweep")
+    if options.null and options.family == "pbt_doom":
+        sys.exit("error: --null is for one policy: --family doom or atari")
     if options.out and not options.out.parent.is_dir():
         sys.exit(f"error: there is no folder {options.out.parent}")
     appo = importlib.import_module(f"appo_{options.family}")
-    env_id = options.env_id or {"doom": "benchmark", "atari": "Breakout-v5"}[options.family]
+    env_id = options.env_id or {"doom": "benchmark", "atari": "Breakout-v5", "pbt_doom": "duel"}[options.family]
     args = appo.Args(env_id=env_id, device="cpu", num_workers=options.num_workers,
                      num_envs_per_worker=options.num_envs_per_worker,
                      set_workers_cpu_affinity=options.set_workers_cpu_affinity)  # fmt: skip
+    if options.family == "pbt_doom":
+        args.num_policies = 1
     try:
         args = appo.resolve(args)
-        appo.make_envs(args, 1).close()  # is there such an environment? starts no game
+        appo.spaces_of(args)  # is there such an environment? starts no game
     except appo.UserError as error:
         sys.exit(f"error: {error}")
     return appo, args
@@ -96,7 +100,8 @@ def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    envs, steps, reset = appo.make_envs(args, args.num_envs_per_worker), steps.numpy(), reset.numpy()
+    make = Matches if family == "pbt_doom" else appo.make_envs
+    envs, steps, reset = make(args, args.num_envs_per_worker), steps.numpy(), reset.numpy()
     start = time.perf_counter()
     envs.reset(seed=1000 * worker)
     reset[worker] = time.perf_counter() - start
@@ -105,6 +110,31 @@ def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor
     barrier.wait()
     for valid in valid_steps(envs, actions):
         steps[worker] += valid
+
+
+class Matches:
+    """Games of several agents as if they were a vector environment, which has an environment for each agent."""
+
+    def __init__(self, args, games: int):
+        appo = importlib.import_module("appo_pbt_doom")
+        self.games = [appo.make_env(args) for _ in range(games)]
+        self.agents = self.games[0].possible_agents
+        self.num_envs = games * len(self.agents)
+        self.action_space = gym.vector.utils.batch_space(self.games[0].action_space(self.agents[0]), self.num_envs)
+
+    def reset(self, seed: int) -> None:
+        for i, game in enumerate(self.games):
+            game.reset(seed=seed + i)
+
+    def step(self, actions: np.ndarray):
+        ended, n = np.zeros(self.num_envs, bool), len(self.agents)
+        for i, game in enumerate(self.games):
+            if game.agents:
+                game.step(dict(zip(self.agents, actions[i * n : i * n + n])))
+                ended[i * n : i * n + n] = not game.agents
+            else:
+                game.reset()
+        return None, None, ended, ended, {}
 
 
 def valid_steps(envs: gym.vector.VectorEnv, actions: list):

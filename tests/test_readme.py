@@ -14,6 +14,7 @@ from PIL import Image
 
 import appo_atari
 import appo_doom
+import appo_pbt_doom
 import dummy_sampler
 from edited import ROOT, edited
 
@@ -25,7 +26,7 @@ README, MEASUREMENTS = (ROOT / "README.md").read_text(), (ROOT / "benchmark" / "
 TEXTS = {"README.md": README, "benchmark/README.md": MEASUREMENTS}
 FLAGS = {"help", "logdir"} | {
     prefix + field.name.replace("_", "-")
-    for options in (appo_doom.Args, appo_atari.Args, dummy_sampler.Options, animation.Options)
+    for options in (appo_doom.Args, appo_atari.Args, appo_pbt_doom.Args, dummy_sampler.Options, animation.Options)
     for field in fields(options)
     for prefix in (("", "no-") if field.type is bool else ("",))
 }
@@ -56,8 +57,8 @@ def test_the_two_commands():
     assert blocks("sh")[:2] == [f"pip install -r requirements.txt && {command}\n" for command in commands]
 
 
-def test_another_environment_and_network(run, tmp_path):
-    script = edited(tmp_path, "cartpole", *map(edit, blocks("diff")))
+def test_another_environment(run, tmp_path):
+    script = edited(tmp_path, "cartpole", edit(blocks("diff")[0]))  # the other is in test_pbt.py
     r = run("--env-id", "CartPole-v1", "--frameskip", "1", "--experiment", "e", "--num-workers", "2", "--num-envs-per-worker", "2",
             "--rollout", "8", "--batch-size", "32", "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "300", script=script)  # fmt: skip
     assert r.wait(120) == 0 and "0 actors restarted" in r.text()

@@ -23,7 +23,7 @@ import pytest
 
 from edited import ROOT, edited
 
-VARIANTS = ("appo_doom.py", "appo_atari.py")
+VARIANTS = ("appo_doom.py", "appo_atari.py", "appo_pbt_doom.py")
 IMAGE = (44, 44, 3)
 SIZES = dict(num_workers=4, num_envs_per_worker=4, worker_num_splits=2, num_epochs=2, inference_threads=1, learner_threads=1)
 GROUPS, ROWS = 8, 2  # of these sizes: groups, and rows in each
@@ -167,17 +167,53 @@ def order(appo, ahead: int, until_report: bool) -> None:
                 if isinstance(field, torch.Tensor):
                     field.block.divide(slots)
 
-    appo.Actors, appo.Rollouts, appo.spaces_of = Actors, Rollouts, lambda args: appo.Spaces(IMAGE, 3, (3, 2))
+    class Orders:
+        """The main process's pipe to a policy: it lets it learn for a while, then stops it."""
+
+        polls = 0
+
+        def poll(self) -> bool:
+            self.polls += 1
+            if until_report and cuda.reports:
+                raise KeyboardInterrupt
+            return self.polls == 60
+
+        def recv(self) -> tuple:
+            return "stop", None
+
+        def send(self, report) -> None:
+            pass
+
+    def replies(args, mailbox, pipe) -> Actors:
+        actors = Actors(args, mailbox, pipe, 0, None)
+        actors.start_all()
+        return actors
+
+    spaces = appo.Spaces(IMAGE, 3, (3, 2))
+    appo.Actors, appo.Rollouts, appo.Replies = Actors, Rollouts, replies
+    appo.spaces_of = lambda args: (spaces, 1) if hasattr(appo, "train_policy") else spaces
     for cls, name in ((appo.Inference, "serve"), (appo.Inference, "act"), (appo.Learner, "gather"), (appo.Learner, "update"),
                       (appo.Agent, "update_normalizers"), (appo.Learner, "publish")):  # fmt: skip
         cuda.count(cls, name)
-    args = appo.Args(**SIZES, device="cuda", precision="bfloat16", rnn_type="gru", rollout=4, batch_size=64, hidden_size=16,
-                     max_batches_ahead=ahead, total_timesteps=300)  # fmt: skip
+    args = sized(appo, device="cuda", precision="bfloat16", rnn_type="gru", rollout=4, batch_size=64, hidden_size=16,
+                 max_batches_ahead=ahead, total_timesteps=300)  # fmt: skip
+
+    def train(args, folder: Path) -> None:
+        if not hasattr(appo, "train_policy"):
+            appo.train(args, folder)
+            return
+        mailbox, pipe = appo.Mailbox(spaces, GROUPS * ROWS, args.num_workers, GROUPS, 0), appo.mp.Pipe(duplex=False)
+        appo.train_policy(appo.resolve(args), 0, folder, spaces, mailbox, pipe, pipe[1], Orders())
+
     with tempfile.TemporaryDirectory() as folder, cuda.Device():
-        appo.train(args, Path(folder))
+        train(args, Path(folder))
         if not until_report:  # resumed, and with the slots freed after the update
-            appo.train(replace(args, total_timesteps=400, sync=True), Path(folder))
+            train(replace(args, total_timesteps=400, sync=True), Path(folder))
     assert not cuda.pinned
+
+
+def sized(appo, **settings):
+    return appo.Args(**SIZES, **settings, **(dict(num_policies=1) if hasattr(appo, "train_policy") else {}))
 
 
 def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
@@ -189,9 +225,11 @@ def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
     def run(kind: str) -> dict:
         torch.manual_seed(0)
         rng, device, spaces = np.random.default_rng(0), torch.device(kind), appo.Spaces(IMAGE, vector, tuple(heads))
-        args = appo.resolve(appo.Args(**SIZES, device=kind, precision="float32", rnn_type=rnn, rollout=8, batch_size=128, hidden_size=32))
-        agent = appo.Agent(spaces, args).to(device)
-        inference = appo.Inference(args, spaces, agent, device)
+        args = appo.resolve(sized(appo, device=kind, precision="float32", rnn_type=rnn, rollout=8, batch_size=128, hidden_size=32))
+        agent, memory = appo.Agent(spaces, args).to(device), ()
+        if hasattr(appo, "train_policy"):
+            memory = appo.Mailbox(spaces, GROUPS * ROWS, args.num_workers, GROUPS, 0), appo.mp.Pipe(duplex=False)
+        inference = appo.Inference(args, spaces, agent, device, *memory)
         learner = appo.Learner(args, agent, inference, device)
         if kind == "cuda":
             torch.cuda.synchronize()
@@ -225,6 +263,8 @@ def write_rows(numpy, rows: slice, rng: np.random.Generator) -> None:
     numpy.vector[rows] = rng.normal(size=numpy.vector[rows].shape)
     numpy.reward[rows] = rng.normal(size=ROWS)
     numpy.first[rows], numpy.terminated[rows] = rng.random((2, ROWS)) < 0.1
+    if hasattr(numpy, "inactive"):
+        numpy.inactive[rows] = rng.random(ROWS) < 0.1
 
 
 def load(path: Path):

@@ -1,0 +1,475 @@
+"""appo_pbt_doom.py: who plays where, what each policy learns from, exchanges, matches, and what a population survives."""
+
+import contextlib
+import csv
+import json
+import os
+import queue
+import random
+import re
+import signal
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import appo_pbt_doom as appo
+from edited import ROOT, edited, load
+from test_command_line import TAGS, scalars
+
+SCRIPT = ROOT / "appo_pbt_doom.py"
+GAME = "    return DoomEnv(args.env_id, args.frameskip, args.cfg_path, args.scenario_dir)\n"
+# Two agents. The observation says which game, agent, episode and step it is; the reward says which action was taken. In odd
+# episodes player_1 leaves in the middle; every fourth step is inactive.
+COUNTING = """
+class Env:
+    possible_agents, metadata = ["player_0", "player_1"], {}
+
+    def observation_space(self, agent):
+        return gym.spaces.Dict(obs=gym.spaces.Box(0, 255, (36, 36, 3), np.uint8), vector=gym.spaces.Box(-np.inf, np.inf, (5,), np.float32))
+
+    def action_space(self, agent):
+        return gym.spaces.MultiDiscrete((3, 4))
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            self.me, self.episode = seed % 60_000, -1
+        self.episode, self.count, self.agents = self.episode + 1, 0, list(self.possible_agents)
+        self.length = 2 + (self.me * 7 + self.episode * 13) % 9
+        return {a: self.observation(a) for a in self.agents}, {a: {} for a in self.agents}
+
+    def observation(self, agent):
+        leaves = agent == "player_1" and self.episode % 2
+        end = (self.length + 1) // 2 if leaves else self.length
+        vector = np.array([self.me, int(agent[-1]), self.episode, self.count, end], np.float32)
+        return dict(obs=np.full((36, 36, 3), int(vector.sum()) % 256, np.uint8), vector=vector)
+
+    def step(self, actions):
+        assert sorted(actions) == self.agents
+        self.count += 1
+        playing = self.agents
+        seen = {a: self.observation(a) for a in playing}
+        over = {a: self.count == seen[a]["vector"][4] for a in playing}
+        kind = self.episode % 3 == 0
+        rewards = {a: 0.1 * actions[a][0] + actions[a][1] for a in playing}
+        infos = {a: dict(inactive=self.count % 4 == 3, frags=self.count) for a in playing}
+        self.agents = [a for a in playing if not over[a]]
+        return seen, rewards, {a: over[a] and kind for a in playing}, {a: over[a] and not kind for a in playing}, infos
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture(scope="session")
+def counting(tmp_path_factory):
+    return load(edited(tmp_path_factory.mktemp("pbt"), "pbt_counting", (GAME, "    return Env()\n"),
+                       ("\ndef make_env(", f"\n{COUNTING}\n\ndef make_env("), source=SCRIPT))  # fmt: skip
+
+
+@pytest.mark.parametrize("policies, games, agents", [(2, 4, 2), (3, 3, 2), (4, 2, 2), (2, 2, 4), (4, 8, 1), (1, 3, 2), (3, 6, 4)])
+def test_every_policy_has_the_same_share_and_meets_the_others_as_often(policies, games, agents):
+    args = appo.Args(num_policies=policies, num_envs_per_worker=games, worker_num_splits=1, num_workers=30)
+    table = appo.table_of_policies(args, agents, session=0)
+    assert table.shape == (30, games, agents)
+    for group in table:
+        assert (np.bincount(group.ravel(), minlength=policies) == games * agents // policies).all()
+    met = defaultdict(int)
+    for game in table.reshape(-1, agents):
+        for i in range(agents):
+            for j in range(i):
+                met[tuple(sorted((game[i], game[j])))] += 1
+    if agents == 2 and games >= policies:  # else the shares decide
+        assert len(met) == policies * (policies + 1) // 2
+        assert max(met.values()) - min(met.values()) <= 0.1 * max(met.values()) + 1, met
+    if policies > 1:
+        assert (table != appo.table_of_policies(args, agents, session=1)).any() or agents == 1
+        hosts = np.bincount(table[:, :, 0].ravel(), minlength=policies)
+        assert hosts.min() > 0
+
+
+class Pipeline:
+    """Actors and the inference threads of all policies, with the test in the place of the learners."""
+
+    def __init__(self, appo, **settings):
+        torch.manual_seed(0)
+        small = dict(num_policies=2, num_workers=2, num_envs_per_worker=4, worker_num_splits=2, rollout=5, batch_size=20, hidden_size=32,
+                     inference_threads=1, device="cpu", precision="float32")  # fmt: skip
+        self.appo, self.args, self.log = appo, appo.resolve(appo.Args(**small | settings)), []
+        args = self.args
+        spaces, agents = appo.spaces_of(args)
+        self.table = appo.table_of_policies(args, agents, 0)
+        rows, W, S = args.num_workers * args.num_envs_per_worker * agents // args.num_policies, args.num_workers, args.worker_num_splits
+        self.mailboxes = [appo.Mailbox(spaces, rows, W, W * S, 0) for _ in range(args.num_policies)]
+        pipes = [appo.mp.Pipe(duplex=False) for _ in self.mailboxes]
+        appo.start_fork_server()
+        self.actors = appo.Actors(args, self.table, self.mailboxes, [writer for _, writer in pipes], 0, self.log.append)
+        self.inferences, self.threads = [], []
+        for mailbox, pipe in zip(self.mailboxes, pipes):
+            agent = appo.Agent(spaces, args)
+            self.inferences.append(appo.Inference(args, spaces, agent, torch.device("cpu"), mailbox, pipe))
+            replies = appo.Replies(args, mailbox, [writer for _, writer in self.actors.reply_pipes])
+            self.threads.append(threading.Thread(target=self.inferences[-1].run, args=(replies,), daemon=True))
+
+    def __enter__(self):
+        self.actors.start_all()
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error):
+        for inference, thread in zip(self.inferences, self.threads):
+            inference.stop()
+            thread.join(10)
+        self.actors.stop(5.0)
+
+    def take(self, policy: int) -> list[dict]:
+        """Waits for a policy's next full slots; returns copies of their content and frees them."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            self.actors.check()
+            with contextlib.suppress(queue.Empty):
+                item = self.inferences[policy].full.get(timeout=0.05)
+                if isinstance(item, BaseException):
+                    raise item
+                slots, r = item[0], self.inferences[policy].rollouts
+                content = [{name: np.array(np.asarray(field)[:, slot]) for name, field in vars(r).items() if name != "rnn_state"}
+                           for slot in slots]  # fmt: skip
+                self.inferences[policy].release(slots)
+                return content
+        raise AssertionError(f"no full slots within a minute; {self.log}")
+
+
+def check_rollout(rollout: dict, T: int) -> tuple[tuple[int, int], int]:
+    """Checks a rollout alone. Returns ((game, agent), valid steps)."""
+    counter, valid = rollout["vector"].astype(int), 0
+    me, agent = counter[0, :2]
+    for t in range(T):
+        (_, _, episode, count, end), after = counter[t], counter[t + 1]
+        assert rollout["obs"][t, 0, 0, 0] == counter[t].sum() % 256, "image and vector are of the same agent"
+        assert tuple(after[:2]) == (me, agent)
+        assert rollout["inactive"][t] == (count % 4 == 3 and not (rollout["first"][t] and count))
+        if rollout["first"][t + 1]:
+            assert count == end, "only what follows a last observation is ignored"
+            assert tuple(after[2:4]) in ((episode + 1, 0), (episode, count)), "the next episode, or waiting for it"
+        else:
+            valid += 1
+            assert tuple(after[2:4]) == (episode, count + 1)
+            assert rollout["rewards"][t] == pytest.approx(0.1 * rollout["actions"][t, 0] + rollout["actions"][t, 1])
+            assert rollout["terminated"][t] == (count + 1 == end and episode % 3 == 0)
+    return (me, agent), valid
+
+
+def test_rollouts_of_two_policies_are_whole_ordered_and_unmixed(counting):
+    with Pipeline(counting) as pipeline:
+        args, found = pipeline.args, [defaultdict(list) for _ in range(2)]
+        while min(min(map(len, rollouts.values()), default=0) for rollouts in found) < 8 or min(map(len, found)) < 8:
+            for policy in range(2):
+                for rollout in pipeline.take(policy):
+                    found[policy][check_rollout(rollout, args.rollout)[0]].append(rollout)
+    expected = [set(), set()]
+    for group, games in enumerate(pipeline.table):
+        worker, split = divmod(group, 2)
+        for i, game in enumerate(games):
+            for agent, policy in enumerate(game):
+                me = counting.game_seed(args.seed, 0, worker, 0) + split * len(games) + i
+                expected[policy].add((me % 60_000, agent))
+    assert [set(rollouts) for rollouts in found] == expected, "each policy has the agents that the table gives it"
+    for rollouts in found:
+        for row in rollouts.values():
+            assert row[0]["first"][0]
+            for one, two in zip(row, row[1:]):
+                assert (one["vector"][-1] == two["vector"][0]).all() and one["first"][-1] == two["first"][0]
+    assert any(rollout["inactive"].any() for rollout in rollouts[next(iter(rollouts))])
+
+
+def test_an_actor_that_dies_is_replaced_for_all_policies(counting):
+    with Pipeline(counting, num_workers=1, worker_num_splits=1, batch_size=10) as pipeline:
+        for _ in range(3):
+            pipeline.take(0), pipeline.take(1)
+        os.kill(pipeline.actors.processes[0].pid, signal.SIGKILL)
+        seen = [set(), set()]
+        while pipeline.actors.restarts == 0 or min(map(len, seen)) < 4:
+            for policy in range(2):
+                for rollout in pipeline.take(policy):
+                    if pipeline.actors.restarts and rollout["vector"][0, 0] == rollout["vector"][-1, 0]:
+                        seen[policy].add(check_rollout(rollout, pipeline.args.rollout)[0])
+    assert pipeline.actors.restarts == 1 and "died (exit code -9)" in pipeline.log[0]
+
+
+def test_inactive_steps_are_in_no_loss_and_do_not_cut_the_trace():
+    args = appo.Args(hidden_size=32, precision="float32")
+    torch.manual_seed(0)
+    agent, T, B = appo.Agent(appo.Spaces((72, 128, 3), 3, (3, 4)), args), 4, 2
+    inactive = torch.zeros(T, B, dtype=torch.bool)
+    inactive[1] = True
+
+    def loss(**changes):
+        torch.manual_seed(1)
+        fields = dict(obs=torch.randint(256, (T + 1, B, 72, 128, 3), dtype=torch.uint8), vector=torch.randn(T + 1, B, 3),
+                      first=torch.zeros(T + 1, B, dtype=torch.bool), rnn_state=torch.zeros(B, agent.state_size),
+                      actions=torch.ones(T, B, 2, dtype=torch.int64), logprobs=torch.full((T, B), -2.5), values=torch.randn(T, B),
+                      rewards=torch.randn(T, B), terminated=torch.zeros(T, B, dtype=torch.bool), inactive=inactive, mask=~inactive,
+                      restarts=[0], size=int((~inactive).sum()))  # fmt: skip
+        for name, (t, value) in changes.items():
+            fields[name][t] = value
+        return appo.appo_loss(args, agent, appo.Batch(**fields))[0].item()
+
+    assert loss() == loss(actions=(1, 0)) == loss(logprobs=(1, -9.0)), "what was done meanwhile does not matter"
+    assert loss() != loss(rewards=(1, 5.0)), "what happened does"
+
+
+def fake_population(objectives, genes=None, **settings):
+    """A Population without processes: `asked` has what it would have ordered."""
+    args = appo.Args(num_policies=len(objectives), with_pbt=True, env_id="basic", pbt_start_mutation=0, pbt_period_env_steps=1000, **settings)
+    population = object.__new__(appo.Population)
+    population.args, population.folder, population.log, population.rng = args, Path("."), [].append, random.Random(0)
+    population.defaults = dict(learning_rate=1e-4, ent_coef=0.001)
+    population.genes = genes or [dict(population.defaults) for _ in objectives]
+    population.exchanged = 0
+    population.reports = [dict(step=2000, objective=objective) for objective in objectives]
+    population.asked, population.rows = [], []
+    population.ask = lambda index, order, content, check: population.asked.append((index, order, content))
+    population.write_shaping = lambda index: None
+    population.save = lambda: None
+    population.write_row = population.rows.append
+    return population
+
+
+@pytest.mark.parametrize("objectives, replaced", [
+    ([10.0, 1.0, 9.0, 2.0], {1, 3}),
+    ([-10.0, -100.0, -9.0, -20.0], {1, 3}),  # the relative gap of negative objectives
+    ([10.0, 9.5, 9.8, 9.9], set()),  # too close
+    ([1.0, 9.0, 10.0, 2.0], {0, 3}),  # policy 0 can be replaced
+])  # fmt: skip
+def test_the_worst_are_replaced_by_the_best(objectives, replaced):
+    population = fake_population(objectives, pbt_mutation_rate=1.0)
+    writer = SimpleNamespace(add_scalar=lambda *arguments: None)
+    population.reports[2]["step"] = 999
+    population.exchange(lambda: None, writer)
+    assert not population.rows, "all must have made their steps"
+    population.reports[2]["step"] = 1999
+    for _ in range(3):
+        population.exchange(lambda: None, writer)
+    best = set(np.argsort(objectives)[2:])
+    kinds = {row[1]: row[2] for row in population.rows}
+    assert [row[1] for row in population.rows] == [0, 1, 2, 3], "each has its turn once in a period"
+    assert {index for index, kind in kinds.items() if kind == "replaced"} == replaced
+    assert all(kinds[index] == "kept" for index in best)
+    for index, order, content in population.asked:
+        if order == "become":
+            assert index not in best and (content[0] is not None) == (index in replaced)
+    saves = [index for index, order, _ in population.asked if order == "save"]
+    assert set(saves) <= best and len(saves) == len(replaced)
+    assert population.genes[0] == population.defaults, "policy 0 never mutates"
+
+
+def test_mutation_follows_its_rates():
+    rng, args = random.Random(0), appo.Args(pbt_mutation_rate=0.15)
+    defaults = dict(learning_rate=1e-4, gamma=0.99, max_grad_norm=0.0)
+    results = [appo.mutate(args, defaults | dict(learning_rate=2e-4), defaults, rng) for _ in range(20_000)]
+    factors = np.array([result["learning_rate"] / 2e-4 for result in results])
+    changed = factors != 1
+    assert changed.mean() == pytest.approx(0.15, abs=0.01)
+    reset = np.isclose(factors, 0.5)
+    assert reset.sum() / changed.sum() == pytest.approx(0.05, abs=0.01)
+    sizes = np.maximum(factors, 1 / factors)[changed & ~reset]
+    assert sizes.min() >= 1.05 and sizes.max() <= 1.5 and (factors[changed & ~reset] > 1).mean() == pytest.approx(0.5, abs=0.05)
+    distances = np.array([(1 - result["gamma"]) / 0.01 for result in results])
+    assert 0.8 < distances.min() < 0.9 and 1.1 < distances.max() <= 1.2 + 1e-6
+    assert all(result["max_grad_norm"] == 0 for result in results)
+
+
+SMALL = ("--experiment", "e", "--num-policies", "2", "--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "32",
+         "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "1000000", "--learner-threads", "1")  # fmt: skip
+
+
+@pytest.fixture
+def start(run, tmp_path):
+    def start(*flags: str, edits=()):
+        script = edited(tmp_path, "pbt_edited", *edits, source=SCRIPT) if edits else SCRIPT
+        return run(*SMALL, *flags, script=script)
+
+    return start
+
+
+def steps(r) -> int:
+    found = re.findall(r"step ([\d,]+): [\d,]+ frames/s", r.text())
+    return int(found[-1].replace(",", "")) if found else 0
+
+
+def goes_on(r) -> None:
+    before = steps(r)
+    r.wait_for(lambda: steps(r) > before + 100, 90, "more steps")
+
+
+def stop(r) -> str:
+    os.kill(r.process.pid, signal.SIGINT)
+    assert r.wait(40) == 130, r.text()
+    return r.text()
+
+
+def children(r, name: str) -> list[int]:
+    """Processes of the fork server, by the name of the function that they run, from their stack of threads."""
+    return [pid for pid in r.actors() if (name == "actor") == bool(r_engines(r, pid))]
+
+
+def r_engines(r, pid: int) -> list[int]:
+    return [engine for engine in r.engines() if os.path.exists(f"/proc/{engine}") and os.getpgid(engine) == pid]
+
+
+def newest(folder: Path) -> dict:
+    return torch.load(sorted((folder / "checkpoints").glob("checkpoint_*"))[-1], weights_only=True)
+
+
+def test_a_population_trains_exchanges_stops_and_goes_on(start, tmp_path):
+    flags = ("--env-id", "battle", "--with-pbt", "--pbt-start-mutation", "300", "--pbt-period-env-steps", "300", "--pbt-mutation-rate", "1",
+             "--pbt-replace-reward-gap", "0", "--policy-settings", "1:learning_rate=0.01")  # fmt: skip
+    r = start(*flags)
+    log = tmp_path / "e" / "pbt.csv"
+    r.wait_for(lambda: log.exists() and len(list(csv.DictReader(open(log)))) >= 4, 120, "exchanges")
+    text = stop(r)
+    assert re.search(r"step [\d,]+: policy [01] \(return [\d.-]+\) is (kept|mutated|replaced by policy [01])", text)
+    assert re.search(r"frames/s, return [\d.-]+ best, [\d.-]+ worst, [\d.-]+ deviation, lag [\d.]+, bottleneck: (games|learner|inference)", text)
+    rows = list(csv.DictReader(open(log)))
+    saved = json.loads((tmp_path / "e" / "population.json").read_text())
+    for index in range(2):
+        last = [row for row in rows if row["policy"] == str(index)][-1]
+        assert {name: float(last[name]) for name in saved["genes"][index]} == saved["genes"][index]
+    assert "HEALTH+" in saved["genes"][0] and float(rows[-1]["HEALTH+"]) > 0
+    more = {f"charts/{name}" for name in ("kills", "frags", "deaths", "win")}
+    assert set(scalars(tmp_path / "e" / "policy_00")) == TAGS | more
+    text = (ROOT / "benchmark" / "README.md").read_text()
+    assert all(f"`{tag}`" in text for tag in more)
+    exchanged = scalars(tmp_path / "e")
+    assert set(exchanged) == {f"pbt/{name}/{index}" for name in [*saved["genes"][0], "objective", "weights_of"] for index in range(2)}
+    assert len(exchanged["pbt/objective/0"]) + len(exchanged["pbt/objective/1"]) == len(rows)
+    policies = [tmp_path / "e" / f"policy_{index:02d}" for index in range(2)]
+    before = [newest(folder)["global_step"] for folder in policies]
+    r = start()
+    goes_on(r)
+    stop(r)
+    again = json.loads((tmp_path / "e" / "population.json").read_text())
+    assert again["session"] == saved["session"] + 1
+    assert all(newest(folder)["global_step"] > step for folder, step in zip(policies, before))
+    for folder, genes in zip(policies, again["genes"]):
+        assert newest(folder)["args"]["learning_rate"] == pytest.approx(genes["learning_rate"])
+
+
+def test_what_was_sampled_before_a_replacement_is_not_learned_from(counting):
+    args = counting.resolve(counting.Args(num_policies=1, num_workers=1, num_envs_per_worker=2, rollout=5, hidden_size=32, device="cpu",
+                                          precision="float32", batch_size=20, max_policy_lag=7))  # fmt: skip
+    spaces, _ = counting.spaces_of(args)
+    mailbox, agents = counting.Mailbox(spaces, 4, 1, 1, 0), [counting.Agent(spaces, args) for _ in range(2)]
+    learners = []
+    for agent in agents:
+        inference = counting.Inference(args, spaces, agent, torch.device("cpu"), mailbox, counting.mp.Pipe(duplex=False))
+        learners.append(counting.Learner(args, agent, inference, torch.device("cpu")))
+    donor = dict(agent=agents[1].state_dict(), optimizer=learners[1].optimizer.state_dict(), episodes=[[1.0] * 7])
+    learner, r = learners[0], learners[0].inference.rollouts
+    learner.version = 3
+    r.versions[:, :4] = 3
+    for field in (r.rewards, r.logprobs, r.values):
+        field[:, :4] = 0.0
+    assert learner.gather(np.arange(4))[0].size == 20
+    learner.become(donor)
+    assert learner.gather(np.arange(4))[0].size == 0
+    assert all(torch.equal(one, two) for one, two in zip(agents[0].state_dict().values(), agents[1].state_dict().values()))
+    acting = learner.inference.acting.current
+    assert acting.version == learner.version and torch.equal(acting.agent.actor.weight, agents[1].actor.weight)
+    assert list(learner.inference.episodes) == [[1.0] * 7]
+
+
+def test_a_policy_that_dies_ends_the_run_with_its_reason_last(start, tmp_path):
+    """The second policy's loss is not finite after a while; the first saves."""
+    line = "            grad_norm = nn.utils.clip_grad_norm_("
+    broken = "            loss = loss * (torch.nan if os.environ['INDEX'] == '1' and self.version > 20 else 1.0)\n"
+    body = "    try:\n        train_policy(*arguments)\n"
+    r = start(edits=[(line, broken + line), (body, f"    os.environ['INDEX'] = str(arguments[1])\n{body}")])
+    assert r.wait(90) == 1
+    assert r.text().strip().splitlines()[-1].startswith("FloatingPointError: the loss (nan)"), r.text()[-2000:]
+    assert "policy 1 died (exit code 1)" in r.text()
+    assert newest(tmp_path / "e" / "policy_00")["version"] > 1
+
+
+@pytest.mark.parametrize("victim", ["main", "policy", "actor"])
+def test_killed(start, victim):
+    """Nothing stays behind (the fixture `run` looks); only an actor is replaced."""
+    r = start("--env-id", "basic")
+    r.wait_for(lambda: len(r.engines()) == 8 and steps(r) > 0, 60, "the games")
+    if victim == "main":
+        os.kill(r.process.pid, signal.SIGKILL)
+        r.wait()
+        return
+    os.kill(children(r, victim)[0], signal.SIGKILL)
+    if victim == "policy":
+        assert r.wait(60) == 1 and "died (exit code -9)" in r.text().splitlines()[-1]
+        return
+    r.wait_for(lambda: "died (exit code -9); starting it again" in r.text(), 30, "the restart")
+    goes_on(r)
+    assert "1 actors restarted" in stop(r)
+
+
+MATCH = ("--env-id", "duel", "--num-envs-per-worker", "2")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_match_with_a_dead_or_hanging_player_is_started_again_alone(start, number):
+    r = start(*MATCH, edits=[("STEP_SECONDS = 30.0, 20.0", "STEP_SECONDS = 30.0, 3.0")])
+    r.wait_for(lambda: len(r.engines()) == 8 and steps(r) > 0, 90, "the games")
+    victim = r.engines()[0]
+    os.kill(victim, number)
+    r.wait_for(lambda: re.search(r"a match of actor \d is started again: ", r.text()), 30, "the restart")
+    r.wait_for(lambda: len(r.engines()) == 8 and victim not in r.engines(), 60, "all engines again")
+    goes_on(r)
+    assert "0 actors restarted" in stop(r)
+
+
+def test_matches_between_checkpoints(start, run, tmp_path):
+    r = start(*MATCH, edits=[("time_limit=4 * 60 * 35", "time_limit=5 * 35")])
+    r.wait_for(lambda: steps(r) > 300, 90, "steps")
+    stop(r)
+    r = start("--evaluate", "--eval-episodes", "4", "--save-video", edits=[("time_limit=4 * 60 * 35", "time_limit=5 * 35")])
+    assert r.wait(120) == 0, r.text()
+    found = re.search(r"0 against 1: (\d+) wins, (\d+) losses, (\d+) ties; (none|\d+% \(\d+% to \d+%\)) of the decided", r.text())
+    assert found and sum(map(int, found.groups()[:3])) == 4
+    assert len(re.findall(r"policy [01]: 4 episodes, return", r.text())) == 2
+    assert (tmp_path / "e" / "video.mp4").stat().st_size > 1000
+
+
+def test_single_player_evaluation(start, tmp_path):
+    r = start("--env-id", "basic")
+    r.wait_for(lambda: steps(r) > 100, 60, "steps")
+    stop(r)
+    r = start("--evaluate", "--eval-episodes", "5")
+    assert r.wait(90) == 0 and len(re.findall(r"policy [01]: 5 episodes, return -?[\d.]+", r.text())) == 2
+
+
+def test_a_game_of_pettingzoo(start, tmp_path, monkeypatch):
+    """The README's edit: a cooperative Pong of the Butterfly family, of two agents."""
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    readme = (ROOT / "README.md").read_text()
+    lines = re.search(r"```diff\n-    return DoomEnv\(.*\n((?:\+.*\n)+)```", readme).group(1)
+    game = "".join(line[1:] + "\n" for line in lines.splitlines())
+    r = start("--env-id", "pong", "--frameskip", "1", "--num-envs-per-worker", "2", "--worker-num-splits", "1", edits=[(GAME, game)])
+    r.wait_for(lambda: re.search(r"step [\d,]+: [\d,]+ frames/s, return -?[\d.]+ best", r.text()) and steps(r) > 100, 90, "returns")
+    assert "2 workers x 2 games of 2 agents" in stop(r)
+
+
+@pytest.mark.parametrize("flags, answer", [
+    ("--with-pbt --num-policies 1", "--with-pbt needs more than one policy"),
+    ("--num-policies 3", "are not divisible by --num-policies 3"),
+    ("--policy-settings 1:learning_rat=1", "did you mean learning_rate"),
+    ("--policy-settings 5:learning_rate=1", "not a policy, a name, a number"),
+    ("--num-workers 0", "--num-workers 0 is out of range"),
+    ("--env-id dule", "did you mean duel"),
+])  # fmt: skip
+def test_wrong_combinations_are_refused_with_a_sentence(start, flags, answer):
+    r = start(*flags.split())
+    assert r.wait(60) == 2
+    assert re.fullmatch(rf"error: .*{re.escape(answer)}.*", r.text().strip()), r.text()
