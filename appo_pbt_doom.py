@@ -207,7 +207,8 @@ class Args:
 # The ranges of numeric flags; of those not named, 1 to infinity for whole numbers and 0.0 to infinity for others
 LOWEST = dict(seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0, pbt_perturb_min=1.0,
               pbt_perturb_max=1.0)  # fmt: skip
-HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, pbt_replace_fraction=0.5, pbt_mutation_rate=1.0)
+HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, pbt_replace_fraction=0.5, pbt_mutation_rate=1.0,
+               num_policies=16)  # a process can be given 256 file descriptors, of which a mailbox takes 13
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
 
 
@@ -2019,11 +2020,15 @@ def policy_process(error_pipe, *arguments) -> None:
 TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value")  # Sample Factory's
 
 
+def default_genes(args: Args) -> dict[str, float]:
+    """The numbers that population-based training may change: of Args by their names, and shaping coefficients."""
+    return {name: getattr(args, name) for name in TUNED + ("gamma",) * args.pbt_optimize_gamma} | shaping_of(args)
+
+
 def starting_genes(args: Args) -> list[dict[str, float]]:
-    """Of each policy: the numbers that population-based training may change, those of Args by their names and shaping
-    coefficients by theirs. With `with_pbt` all policies but the first start mutated. Raises UserError."""
-    numbers = {name: getattr(args, name) for name in TUNED + ("gamma",) * args.pbt_optimize_gamma} | shaping_of(args)
-    genes, rng = [dict(numbers) for _ in range(args.num_policies)], random.Random(args.seed)
+    """Those of each policy. With `with_pbt` all policies but the first start mutated. Raises UserError."""
+    numbers, rng = default_genes(args), random.Random(args.seed)
+    genes = [dict(numbers) for _ in range(args.num_policies)]
     if args.with_pbt:
         genes[1:] = [mutate(args, one, numbers, rng) for one in genes[1:]]
     for text in args.policy_settings:
@@ -2061,15 +2066,18 @@ class Population:
     def __init__(self, args: Args, folder: Path, spaces: Spaces, rows: int, log):
         """rows: of one policy"""
         self.args, self.folder, self.log, self.context = args, folder, log, mp.get_context("forkserver")
-        self.defaults = starting_genes(copy.copy(args))[0]
         W, S = args.num_workers, args.worker_num_splits
-        saved = json.loads(path.read_text()) if (path := folder / "population.json").exists() else {}
-        self.session = saved.get("session", -1) + 1
-        self.genes: list[dict[str, float]] = saved.get("genes") or starting_genes(args)
-        self.exchanged = saved.get("exchanged", 0)  # at which step
+        self.genes, self.defaults = starting_genes(args), default_genes(args)
+        self.session, self.exchanged, steps = 0, 0, [0] * args.num_policies  # exchanged: at which step
+        if (path := folder / "population.json").exists():
+            saved = json.loads(path.read_text())
+            self.session, self.exchanged, steps = saved["session"] + 1, saved["exchanged"], saved["steps"]
+            for genes, before in zip(self.genes, saved["genes"]):
+                for name, value in self.defaults.items():  # a flag that was typed anew is for all policies
+                    genes[name] = before[name] if saved["defaults"].get(name) == value else value
         self.mailboxes = [Mailbox(spaces, rows, W, W * S, len(shaping_of(args))) for _ in self.genes]
         self.request_pipes = [self.context.Pipe(duplex=False) for _ in self.genes]
-        self.reports: list[dict] = [dict(step=0, fps=0.0, lag=0.0, bottleneck="", objective=None) for _ in self.genes]
+        self.reports = [dict(step=step, fps=0.0, lag=0.0, bottleneck="", objective=None) for step in steps]
         self.answers: list[list] = [[] for _ in self.genes]
         self.processes, self.controls, self.error_pipes = [], [], []
         self.rng, self.spaces = random.Random(f"{args.seed} {self.session}"), spaces
@@ -2078,8 +2086,14 @@ class Population:
 
     def save(self) -> None:
         path = self.folder / "population.tmp"
-        path.write_text(json.dumps(dict(session=self.session, genes=self.genes, exchanged=self.exchanged), indent=2))
+        content = {name: getattr(self, name) for name in ("session", "exchanged", "defaults", "genes")}
+        content["steps"] = [report["step"] for report in self.reports]
+        path.write_text(json.dumps(content, indent=2))
         os.replace(path, self.folder / "population.json")
+
+    def step(self) -> float:
+        """Mean over the policies."""
+        return statistics.mean(report["step"] for report in self.reports)
 
     def write_shaping(self, index: int) -> None:
         """Every agent of the policy reads it when its next episode begins."""
@@ -2302,7 +2316,8 @@ def wilson(wins: int, games: int) -> str:
 SESSION = ("train_for_seconds", "evaluate", "opponents", "eval_policies", "eval_episodes", "eval_deterministic",
            "load_checkpoint_kind", "save_video")  # fmt: skip
 # must match the checkpoint's
-FIXED = ("env_id", "cfg_path", "scenario_dir", "num_policies", "rnn_type", "hidden_size", "normalize_input")
+FIXED = ("env_id", "cfg_path", "scenario_dir", "num_policies", "policy_settings", "rnn_type", "hidden_size",
+         "normalize_input")  # fmt: skip
 
 
 def parse_args() -> tuple[Args, Path]:
@@ -2343,6 +2358,17 @@ def check_shared_memory(spaces: Spaces, rows: int) -> None:
                         "games or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
 
 
+def check_memory(args: Args, spaces: Spaces, rows: int) -> None:
+    """Raises UserError when the policies do not fit into memory. rows: of a policy"""
+    free = int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+    step = int(np.prod(spaces.image)) + 4 * spaces.vector
+    rollouts = slots_needed(args, rows) * (args.rollout + 1) * step if args.device == "cpu" else 0
+    needed = args.num_policies * (rollouts + 2**29)  # 512 MiB: a process of its own, the network, its copies
+    if needed > free:
+        raise UserError(f"{free / 2**30:.1f} GiB of memory are free, {args.num_policies} policies need "
+                        f"{needed / 2**30:.1f} GiB: use fewer policies or fewer games")  # fmt: skip
+
+
 def open_log(folder: Path):
     """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
     import fcntl  # here, so that other systems get main's sentence and no ImportError
@@ -2367,6 +2393,7 @@ def train(typed: Args, folder: Path) -> int:
     P, W, B = args.num_policies, args.num_workers, args.batch_size // args.rollout
     rows = W * args.num_envs_per_worker * agents // P  # of a policy
     check_shared_memory(spaces, rows * P)
+    check_memory(args, spaces, rows)
     log_file = open_log(folder)
 
     def log(text: str, show: bool = True) -> None:
@@ -2377,6 +2404,9 @@ def train(typed: Args, folder: Path) -> int:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Agent(spaces, args).parameters())
     population = Population(args, folder, spaces, rows, log)
+    if (step := population.step()) >= args.total_timesteps:
+        log(f"{folder} has its {step:,.0f} steps already; raise --total-timesteps to go on")
+        return 0
     table = table_of_policies(args, agents, population.session)
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
     # A resumed run starts from what was typed and resolves again: it may be on another machine.
@@ -2421,12 +2451,12 @@ def train(typed: Args, folder: Path) -> int:
             signal.signal(number, signal.SIG_IGN)  # a signal during the clean-up would leave games behind
         population.stop(patience=0.0 if isinstance(sys.exception(), KeyboardInterrupt) else 30.0)
         actors.stop(patience=0.0 if isinstance(sys.exception(), KeyboardInterrupt) else 5.0)
+        with contextlib.suppress(RuntimeError):  # is raised already
+            population.check()  # the last reports
         population.save()
         writer.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    with contextlib.suppress(RuntimeError):
-        population.check()
     steps = ", ".join(f"{report['step']:,}" for report in population.reports)
     log(f"{'stopped' if stop_signals else 'done'}: {steps} steps, {actors.restarts} actors restarted")
     return 130 if stop_signals else 0
@@ -2451,8 +2481,7 @@ def watch(args: Args, population: Population, actors: Actors, writer, log, stop_
             population.check()
             if args.with_pbt:
                 population.exchange(actors.check, writer)
-            reports, now = population.reports, time.monotonic()
-            step = statistics.mean(report["step"] for report in reports)
+            reports, now, step = population.reports, time.monotonic(), population.step()
             bar.n = int(step)
             bar.update(0)
             if now - shown >= 5:

@@ -8,6 +8,11 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
+
+from seeds import read_curves as read_settings
+from seeds import table as compare_settings
+
 RESULTS = Path(__file__).resolve().parent / "results"
 README = Path(__file__).resolve().parent / "README.md"
 STYLE = {  # name, colour, line: to be told apart without colour too
@@ -46,6 +51,10 @@ def read_curves(*names: str) -> dict[str, list[list[tuple[float, float, float]]]
 def reached(points, goal: float) -> tuple[float, float] | None:
     """(minutes, steps) of the first point at the goal."""
     return next(((seconds / 60, step) for seconds, step, value in points if value >= goal), None)
+
+
+def settings() -> dict[str, dict[int, np.ndarray]]:
+    return read_settings(RESULTS / "seeds_battle.csv")
 
 
 def read_json(name: str):
@@ -117,7 +126,12 @@ def null_table() -> str:
     return table(["workers", *(str(result["workers"]) for result in results)], rows)
 
 
-TABLES = dict(learning=learning_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table)
+def settings_table() -> str:
+    return compare_settings(settings(), [5, 10])
+
+
+TABLES = dict(learning=learning_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table,
+              settings=settings_table)  # fmt: skip
 
 
 def with_tables(readme: str) -> str:
@@ -155,6 +169,32 @@ def curves(plt, title: str, goal: float | None, out: str, *names: str, without: 
     axes[1].legend(loc="lower right")
     figure.suptitle(title, fontsize=11)
     figure.savefig(RESULTS / out, dpi=130)
+
+
+def seeds(plt) -> None:
+    """Every setting beside the default: each seed, and their mean."""
+    curves = settings()
+    default, others = curves.pop(""), list(curves)
+    columns = min(3, len(others))
+    figure, axes = plt.subplots(-(-len(others) // columns), columns, figsize=(9, 2.6 * -(-len(others) // columns)), sharex=True, sharey=True,
+                                squeeze=False, layout="constrained")  # fmt: skip
+    for axis in axes.flat[len(others) :]:
+        axis.set_visible(False)
+    for axis, setting in zip(axes.flat, others):
+        for runs, name, colour, line in ((default, "default", "#0b5fa5", "-"), (curves[setting], setting, "#c2410c", "--")):
+            grid = np.linspace(0, min(points[-1, 1] for points in runs.values()), 200)
+            values = [np.interp(grid, points[:, 1], points[:, 2]) for points in runs.values()]
+            for value in values:
+                axis.plot(grid / 1000, value, line, color=colour, alpha=0.35, linewidth=0.8)
+            axis.plot(grid / 1000, np.mean(values, axis=0), line, color=colour, label=f"{name} ({len(runs)})", linewidth=1.8)
+        axis.legend(loc="upper left", fontsize=7)
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("thousand steps")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("kills, last 100 episodes")
+    figure.suptitle("battle: one setting changed (seeds in brackets; thick: their mean)", fontsize=11)
+    figure.savefig(RESULTS / "seeds_battle.png", dpi=130)
 
 
 def peers(plt) -> None:
@@ -219,6 +259,7 @@ def main() -> None:
 
     throughput(plt)
     peers(plt)
+    seeds(plt)
     curves(plt, "basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
     curves(plt, "basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv", without="sf")
     curves(plt, "defend_the_center, default flags, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")

@@ -37,10 +37,10 @@ WITHOUT = {
 ONLY = {
     "appo_pbt_doom.py": (
         "Args.eval_policies", "Args.num_policies", "Args.opponents", "Args.pbt_", "Args.policy_settings", "Args.scenario_dir", "Args.with_pbt",
-        "EIGHT", "MATCH", "MEASUREMENTS", "ITEMS", "WEIGHTS", "SHAPING", "SCORES", "shaping_of", "Scenario.", "Player", "GameLost", "DoomEnv",
+        "EIGHT", "MATCH", "RULES", "MEASUREMENTS", "OBJECTIVES", "ITEMS", "WEIGHTS", "SHAPING", "SCORES", "shaping_of", "Scenario.", "Player", "GameLost", "DoomEnv",
         "make_env", "table_of_policies", "Batch.inactive", "REPLY", "Seat", "Games.begin", "own_group", "last_words", "Actors.groups", "Replies",
-        "Learner.become", "Control", "TUNED", "mutate", "starting_genes", "Population", "policy_folder", "policy_process", "train_policy", "wilson",
-        "start_fork_server", "watch",
+        "Learner.become", "Control", "TUNED", "mutate", "starting_genes", "default_genes", "Population", "policy_folder", "policy_process", "train_policy", "wilson",
+        "start_fork_server", "watch", "check_memory",
     ),
     "appo_atari.py": ("MACHADO", "AtariEnvs", "Residual", "Args.episodic_life", "Args.noop_max", "Args.fire_reset", "Args.sticky_actions",
                       "Args.full_action_space", "Args.machado", "Args.encoder"),

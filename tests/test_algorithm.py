@@ -125,12 +125,13 @@ def make_batch(appo, agent, T=6, B=4, mask=None):
     first = torch.rand(T + 1, B, generator=generator) < 0.25
     mask = ~first[1:] if mask is None else mask
     heads = [torch.randint(n, (T, B), generator=generator) for n in agent.heads]
+    more = dict(inactive=torch.zeros(T, B, dtype=torch.bool)) if "inactive" in appo.Batch._fields else {}
     return appo.Batch(
         obs=torch.randint(256, (T + 1, B, 72, 128, 3), generator=generator, dtype=torch.uint8),
         vector=torch.randn(T + 1, B, 3, generator=generator), first=first, rnn_state=torch.randn(B, agent.state_size, generator=generator),
         actions=torch.stack(heads, -1), logprobs=torch.randn(T, B, generator=generator) - 2, values=torch.randn(T, B, generator=generator),
         rewards=torch.randn(T, B, generator=generator), terminated=torch.rand(T, B, generator=generator) < 0.1, mask=mask,
-        restarts=[0] + [t for t in range(1, T + 1) if first[t].any()], size=int(mask.sum()),
+        restarts=[0] + [t for t in range(1, T + 1) if first[t].any()], size=int(mask.sum()), **more,
     )  # fmt: skip
 
 

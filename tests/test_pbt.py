@@ -351,12 +351,18 @@ def test_a_population_trains_exchanges_stops_and_goes_on(start, tmp_path):
     assert len(exchanged["pbt/objective/0"]) + len(exchanged["pbt/objective/1"]) == len(rows)
     policies = [tmp_path / "e" / f"policy_{index:02d}" for index in range(2)]
     before = [newest(folder)["global_step"] for folder in policies]
-    r = start()
+    r = start("--vf-coef", "0.25")
     goes_on(r)
-    stop(r)
+    assert "override: vf_coef 0.5 -> 0.25" in stop(r)
     again = json.loads((tmp_path / "e" / "population.json").read_text())
     assert again["session"] == saved["session"] + 1
+    if again["exchanged"] == saved["exchanged"]:
+        for one, two in zip(saved["genes"], again["genes"]):
+            assert two == one | dict(vf_coef=0.25), "typed anew for all policies, the others as they were"
     assert all(newest(folder)["global_step"] > step for folder, step in zip(policies, before))
+    assert again["steps"] == [newest(folder)["global_step"] for folder in policies]
+    r = start("--total-timesteps", "100")
+    assert r.wait(30) == 0 and "steps already; raise --total-timesteps to go on" in r.text()
     for folder, genes in zip(policies, again["genes"]):
         assert newest(folder)["args"]["learning_rate"] == pytest.approx(genes["learning_rate"])
 
@@ -467,6 +473,8 @@ def test_a_game_of_pettingzoo(start, tmp_path, monkeypatch):
     ("--policy-settings 1:learning_rat=1", "did you mean learning_rate"),
     ("--policy-settings 5:learning_rate=1", "not a policy, a name, a number"),
     ("--num-workers 0", "--num-workers 0 is out of range"),
+    ("--num-policies 17 --num-envs-per-worker 17", "--num-policies 17 is out of range: 1 to 16"),
+    ("--max-batches-ahead 9999999", "GiB of memory are free, 2 policies need"),
     ("--env-id dule", "did you mean duel"),
 ])  # fmt: skip
 def test_wrong_combinations_are_refused_with_a_sentence(start, flags, answer):
