@@ -255,8 +255,9 @@ def test_every_flag_is_read_and_explained(path):
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
 def test_sections_stand_in_order(path):
     banners = re.findall(r"^# =+\n# (.*)\n# =+$", path.read_text(), re.M)
+    more = ["Population"] if path.stem == "appo_pbt_doom" else []
     assert banners == ["Args", "Environment", "Mailbox and rollouts", "Agent", "V-trace and the loss", "Actor", "Inference", "Learner",
-                       "Checkpoints", "Evaluate", "Main"]  # fmt: skip
+                       "Checkpoints", *more, "Evaluate", "Main"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
