@@ -114,8 +114,9 @@ from tqdm import tqdm
 class Args:
     # --- run
     env_id: str = "basic"
-    """basic, my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering,
-    health_gathering_supreme, battle, battle2, or benchmark (battle without measurements and with 9 flat actions)"""
+    """matches: duel, deathmatch (4 agents and 4 bots); against bots: duel_bots, deathmatch_bots; alone: basic,
+    my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering, health_gathering_supreme,
+    battle, battle2, or benchmark (battle without measurements and with 9 flat actions)"""
     cfg_path: str | None = None  # a ViZDoom scenario .cfg of your own, trained on instead of `env_id`
     scenario_dir: str | None = None  # folder with Sample Factory's maps for the matches; else ViZDoom's cig.wad
     frameskip: int = 4  # game ticks (frames) per step of the agent
@@ -478,12 +479,13 @@ class Player:
             near = difflib.get_close_matches(env_id, SCENARIOS, cutoff=0.3) or list(SCENARIOS)
             raise UserError(f"unknown --env-id {env_id}; did you mean {' or '.join(near)}?")
         self.scenario = SCENARIOS[env_id]
-        better = Path(scenario_dir or "", self.scenario.better)
-        if scenario_dir and self.scenario.better and better.is_file():
-            if better.name == "freedm.wad":  # a whole game, not a map for one
-                self.game.set_doom_game_path(str(better))
-            else:
-                self.game.set_doom_scenario_path(str(better))
+        if scenario_dir and self.scenario.better:
+            path = Path(scenario_dir, self.scenario.better)
+            if not path.is_file():
+                raise UserError(f"--scenario-dir {scenario_dir} has no {path.name}")
+            # FreeDM is a whole game, not a map for one
+            is_game = path.name == "freedm.wad"
+            (self.game.set_doom_game_path if is_game else self.game.set_doom_scenario_path)(str(path))
         else:
             self.game.set_doom_scenario_path(find_wad(self.scenario.wad))
         self.game.set_doom_map("map01")

@@ -16,7 +16,7 @@ DIFFERS = {
         "Args.normalize_input", "Args.batch_size", "Args.rnn_type",
     },
     "appo_pbt_doom.py": {
-        "Args.eval_episodes", "Args.evaluate", "Args.num_workers", "Args.total_timesteps", "LOWEST", "HIGHEST", "resolve",
+        "Args.env_id", "Args.eval_episodes", "Args.evaluate", "Args.num_workers", "Args.total_timesteps", "LOWEST", "HIGHEST", "resolve",
         "SCENARIOS", "Scenario.shaping", "launcher", "DoomEnv", "DoomEnv: metadata", "DoomEnv.__init__", "DoomEnv.close", "DoomEnv.render",
         "DoomEnv.reset", "DoomEnv.step", "spaces_of", "Mailbox", "Mailbox.__init__", "Rollouts.__init__", "slots_needed", "Batch.mask", "appo_loss",
         "Games", "Games.__init__", "Games.close", "Games.reset", "Games.step", "actor", "watch_parent",

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+import appo_doom
 import appo_pbt_doom as appo
 from edited import ROOT, edited, load
 from test_command_line import TAGS, scalars
@@ -285,6 +286,34 @@ def test_mutation_follows_its_rates():
     assert all(result["max_grad_norm"] == 0 for result in results)
 
 
+@pytest.mark.parametrize("env_id", ["basic", "battle", "health_gathering", "defend_the_center"])
+def test_a_game_of_one_player_is_that_of_the_base_file(env_id):
+    base, env = appo_doom.DoomEnv(env_id, 4), appo.DoomEnv(env_id, 4)
+    env.set_shaping("player_0", appo.shaping_of(appo.Args(env_id=env_id)))
+    try:
+        seen, _ = base.reset(seed=3)
+        first, _ = env.reset(seed=3)
+        base.action_space.seed(0)
+        steps, bonus = [(seen, first["player_0"])], 0.0
+        for _ in range(150):
+            action = base.action_space.sample()
+            seen, reward, terminated, truncated, info = base.step(action)
+            results = [result["player_0"] for result in env.step({"player_0": action})]
+            assert results[1:4] == [pytest.approx(reward, abs=1e-9), terminated, truncated] and results[4]["raw_reward"] == info["raw_reward"]
+            bonus += abs(reward - info["raw_reward"] * base.scenario.reward_scale)
+            steps.append((seen, results[0]))
+            if terminated or truncated:
+                assert env.agents == []
+                steps.append((base.reset()[0], env.reset()[0]["player_0"]))
+        for one, two in steps:
+            for a, b in zip(appo_doom.split_observation(one), appo.split_observation(two)):
+                assert (a is None and b is None) or np.array_equal(a, b)
+        assert (bonus > 0) == (env_id in ("battle", "health_gathering")), "shaping was seen, where there is some"
+    finally:
+        base.close()
+        env.close()
+
+
 SMALL = ("--experiment", "e", "--num-policies", "2", "--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "32",
          "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "1000000", "--learner-threads", "1")  # fmt: skip
 
@@ -333,6 +362,7 @@ def test_a_population_trains_exchanges_stops_and_goes_on(start, tmp_path):
     r = start(*flags)
     log = tmp_path / "e" / "pbt.csv"
     r.wait_for(lambda: log.exists() and len(list(csv.DictReader(open(log)))) >= 4, 120, "exchanges")
+    r.wait_for(lambda: "frames/s, return" in r.text(), 30, "a report of the population")
     text = stop(r)
     assert re.search(r"step [\d,]+: policy [01] \(return [\d.-]+\) is (kept|mutated|replaced by policy [01])", text)
     assert re.search(r"frames/s, return [\d.-]+ best, [\d.-]+ worst, [\d.-]+ deviation, lag [\d.]+, bottleneck: (games|learner|inference)", text)
@@ -476,6 +506,7 @@ def test_a_game_of_pettingzoo(start, tmp_path, monkeypatch):
     ("--num-policies 17 --num-envs-per-worker 17", "--num-policies 17 is out of range: 1 to 16"),
     ("--max-batches-ahead 9999999", "GiB of memory are free, 2 policies need"),
     ("--env-id dule", "did you mean duel"),
+    ("--env-id duel --scenario-dir .", "--scenario-dir . has no ssl2.wad"),
 ])  # fmt: skip
 def test_wrong_combinations_are_refused_with_a_sentence(start, flags, answer):
     r = start(*flags.split())
