@@ -719,7 +719,7 @@ def make_env(args: Args):
     `step` with dicts, `agents`, `render`, `close`. All agents have the same spaces: one uint8 image, alone or in a Dict
     as `obs` beside a float `vector`, and Discrete or MultiDiscrete actions. No game is started before `reset`. In an
     agent's info there may be `raw_reward`, a float that scores are sums of; `inactive`, True where its action does
-    nothing; and at the end `kills`, `frags`, `deaths`, `win`. It may have `set_shaping`, see `shaping_of`.
+    nothing; and at the end `kills`, `frags`, `deaths`, `win`. If `shaping_of` names coefficients, it has `set_shaping`.
     """
     return DoomEnv(args.env_id, args.frameskip, args.cfg_path, args.scenario_dir)
 
@@ -1207,10 +1207,10 @@ class Games:
 
     def begin(self, env, seats: dict, seed: int | None = None) -> None:
         """The next episode of a game; a lost match is started anew."""
-        for agent, seat in seats.items():
-            if self.names and hasattr(env, "set_shaping"):
-                env.set_shaping(agent, dict(zip(self.names, seat.mailbox.shaping.tolist())))
         for attempt in range(3):
+            for agent, seat in seats.items():
+                if self.names:
+                    env.set_shaping(agent, dict(zip(self.names, seat.mailbox.shaping.tolist())))
             try:
                 observations, _ = env.reset(seed=seed)
                 break
