@@ -16,6 +16,7 @@ three seeds they are too narrow.
 import csv
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,9 @@ def train(command: list[str], setting: str, seed: int, options: Options) -> None
         process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
         try:
             code = process.wait()
-        except KeyboardInterrupt:  # the run had it too, and saves
+        except (KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, SystemExit):  # of Ctrl-C the run knows already; it saves
+                process.terminate()
             process.wait()
             raise
     if code:
@@ -108,6 +111,7 @@ def table(curves: dict[str, dict[int, np.ndarray]], goals: list[float]) -> str:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, command = tyro.cli(Options, args=sys.argv[1:split]), sys.argv[split + 1 :]
     if not options.report:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import numpy as np
 
@@ -33,6 +34,24 @@ def test_settings_and_seeds(tmp_path):
     assert '"command": "' in before and "--vf-coef=0.25" in before and '"cpu"' in before
     again = run("", "vf-coef=0.25")
     assert again.returncode == 0 and "seed 1" not in again.stdout and out.read_text() == before
+
+
+def test_a_run_that_is_cut_off_goes_on(tmp_path):
+    """SIGTERM ends the run too, which saves; the same line again resumes it."""
+    out, log = tmp_path / "out.csv", tmp_path / "out" / "default_1" / "log.txt"
+    line = [sys.executable, ROOT / "benchmark" / "seeds.py", "--out", out, "--folder", tmp_path, "--seeds", "1", "--", sys.executable,
+            ROOT / "appo_doom.py", "--env-id", "basic", "--num-workers", "1", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "32",
+            "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "3000"]  # fmt: skip
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (log.exists() and "step " in log.read_text()):
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(30) == 143 and "stopped: " in log.read_text() and not out.exists()
+    subprocess.run(line, check=True, timeout=120)
+    assert "resuming " in log.read_text()
+    steps = seeds.read_curves(out)[""][1][:, 1]
+    assert (np.diff(steps) > 0).all() and steps[-1] > 2000
 
 
 def test_the_table():
