@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +52,6 @@ def read_curves(*names: str) -> dict[str, list[list[tuple[float, float, float]]]
 def reached(points, goal: float) -> tuple[float, float] | None:
     """(minutes, steps) of the first point at the goal."""
     return next(((seconds / 60, step) for seconds, step, value in points if value >= goal), None)
-
-
-def settings() -> dict[str, dict[int, np.ndarray]]:
-    return read_settings(RESULTS / "seeds_battle.csv")
 
 
 def read_json(name: str):
@@ -126,12 +123,13 @@ def null_table() -> str:
     return table(["workers", *(str(result["workers"]) for result in results)], rows)
 
 
-def settings_table() -> str:
-    return compare_settings(settings(), [5, 10])
+def settings_table(env_id: str, *goals: float) -> str:
+    return compare_settings(read_settings(RESULTS / f"seeds_{env_id}.csv"), goals)
 
 
 TABLES = dict(learning=learning_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table,
-              settings=settings_table)  # fmt: skip
+              settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
+              settings_defend=partial(settings_table, "defend_the_center", 5, 10, 15))  # fmt: skip
 
 
 def with_tables(readme: str) -> str:
@@ -173,7 +171,7 @@ def curves(plt, title: str, goal: float | None, out: str, *names: str, without: 
 
 def seeds(plt) -> None:
     """Every setting beside the default: each seed, and their mean."""
-    curves = settings()
+    curves = read_settings(RESULTS / "seeds_battle.csv")
     default, others = curves.pop(""), list(curves)
     columns = min(3, len(others))
     figure, axes = plt.subplots(-(-len(others) // columns), columns, figsize=(9, 2.6 * -(-len(others) // columns)), sharex=True, sharey=True,
