@@ -94,7 +94,7 @@ def interval(values: list[float]) -> str:
 
 def table(curves: dict[str, dict[int, np.ndarray]], goals: list[float]) -> str:
     """Markdown, a row for each setting."""
-    lines = [["setting", "seeds", *(f"median of steps to {goal:g}" for goal in goals), "mean return over all steps", "over the last tenth"]]
+    lines = [["setting", "seeds", *(f"steps to {goal:g}" for goal in goals), "mean return over all steps", "over the last tenth"]]
     lines.append(["---"] * len(lines[0]))
     for setting, seeds in curves.items():
         line, means, lasts = [f"`{setting}`" if setting else "default", str(len(seeds))], [], []
