@@ -16,7 +16,7 @@ def test_settings_and_seeds(tmp_path):
     """Every setting is trained, what failed is said, and the same line again makes only what is missing."""
     out = tmp_path / "out.csv"
     command = [sys.executable, ROOT / "appo_doom.py", "--env-id", "basic", "--num-workers", "1", "--num-envs-per-worker", "4", "--rollout", "8",
-               "--batch-size", "32", "--hidden-size", "32", "--device", "cpu", "--train-for-seconds", "11"]  # fmt: skip
+               "--batch-size", "32", "--hidden-size", "32", "--device", "cpu", "--train-for-seconds", "8"]  # fmt: skip
 
     def run(*settings: str) -> subprocess.CompletedProcess:
         flags = ["--out", out, "--folder", tmp_path, "--seeds", "1", "--goals", "-1000", "1000", "--settings", *settings]

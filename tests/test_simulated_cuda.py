@@ -96,7 +96,7 @@ def test_agreement(play, variant, rnn, vector, heads):
     assert answer["updates"] >= 3
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS[:2])  # in the third these lines are the same, see test_agreement.py
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_missing_synchronisation_is_found(play, tmp_path, variant, mutant):
     kind, edit = MUTANTS[mutant]
