@@ -519,7 +519,7 @@ class PopArt(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.linear = linear
-        for name, value in dict(count=0.0, mean=0.0, var=1.0, std=1.0).items():
+        for name, value in dict(count=0.0, mean=0.0, std=1.0).items():
             self.register_buffer(name, torch.full((linear.out_features,), value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -535,10 +535,10 @@ class PopArt(nn.Module):
         var = ((targets - mean).square() * mask).sum(0) / n.clamp(min=1)
         total = self.count + n
         share, delta = n / total.clamp(min=1), mean - self.mean
-        self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
+        var = (1 - share) * self.std.square() + share * var + share * (1 - share) * delta.square()
         old_mean, old_std = self.mean.clone(), self.std.clone()
         self.mean.add_(share * delta)
-        self.std.copy_(self.var.sqrt().clamp(min=1e-4))  # Hessel et al. 2019
+        self.std.copy_(var.sqrt().clamp(min=1e-4))  # Hessel et al. 2019
         self.linear.weight.mul_((old_std / self.std).unsqueeze(-1))
         self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
         self.count.copy_(total.clamp(max=self.MEMORY))
@@ -730,7 +730,8 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_loss = -mean(torch.min(ratio * advantages, clipped * advantages))
 
-    target, old, unit = vs[:-1], batch.values, agent.critic.std
+    target, old = vs[:-1], batch.values
+    unit = agent.critic.std  # of the value error and its clip: 1 without --normalize-returns
     reach = args.ppo_clip_value * unit
     clipped_values = old + torch.clamp(values[:-1] - old, -reach, reach)
     value_error = torch.max((values[:-1] - target).square(), (clipped_values - target).square()) / unit.square()

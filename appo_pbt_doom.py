@@ -401,7 +401,7 @@ def launcher() -> str:
     script = f"""#!/bin/sh
 trap '' INT
 mkdir -p {folder}/_vizdoom && cd {folder} || exit 1
-mortal="setpriv --pdeathsig KILL"  # from util-linux; if too old, a killed --evaluate or --num-workers 0 leaves engines
+mortal="setpriv --pdeathsig KILL"  # from util-linux; if too old, a killed --evaluate leaves engines
 $mortal true 2> /dev/null || mortal=
 exec $mortal {engine} "$@" > /dev/null 2>&1  # in a match they tell of each other
 """
@@ -929,7 +929,7 @@ class PopArt(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.linear = linear
-        for name, value in dict(count=0.0, mean=0.0, var=1.0, std=1.0).items():
+        for name, value in dict(count=0.0, mean=0.0, std=1.0).items():
             self.register_buffer(name, torch.full((linear.out_features,), value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -945,10 +945,10 @@ class PopArt(nn.Module):
         var = ((targets - mean).square() * mask).sum(0) / n.clamp(min=1)
         total = self.count + n
         share, delta = n / total.clamp(min=1), mean - self.mean
-        self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
+        var = (1 - share) * self.std.square() + share * var + share * (1 - share) * delta.square()
         old_mean, old_std = self.mean.clone(), self.std.clone()
         self.mean.add_(share * delta)
-        self.std.copy_(self.var.sqrt().clamp(min=1e-4))  # Hessel et al. 2019
+        self.std.copy_(var.sqrt().clamp(min=1e-4))  # Hessel et al. 2019
         self.linear.weight.mul_((old_std / self.std).unsqueeze(-1))
         self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
         self.count.copy_(total.clamp(max=self.MEMORY))
@@ -1131,7 +1131,8 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_loss = -mean(torch.min(ratio * advantages, clipped * advantages))
 
-    target, old, unit = vs[:-1], batch.values, agent.critic.std
+    target, old = vs[:-1], batch.values
+    unit = agent.critic.std  # of the value error and its clip: 1 without --normalize-returns
     reach = args.ppo_clip_value * unit
     clipped_values = old + torch.clamp(values[:-1] - old, -reach, reach)
     value_error = torch.max((values[:-1] - target).square(), (clipped_values - target).square()) / unit.square()
@@ -2146,7 +2147,8 @@ class Population:
     def ask(self, index: int, order: str, content, check) -> None:
         """Waits until a policy has done it; calls `check` meanwhile. Raises RuntimeError when it dies."""
         self.answers[index].clear()
-        self.controls[index].send((order, content))
+        with contextlib.suppress(OSError):  # it has died, as `check` will say
+            self.controls[index].send((order, content))
         while not self.answers[index]:
             check()
             self.check()
@@ -2226,26 +2228,26 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     of each pair: who has more frags than the other."""
     if args.save_video:
         import imageio.v2 as imageio
-    names, agents = [], []
+    names, agents, games_of = [], [], set()
     for place in (folder, *(Path(args.train_dir) / name for name in args.opponents)):
         for policy in args.eval_policies or range(Args(**saved_args(place)).num_policies):
             changes = dict(device=args.device, seed=args.seed)
-            agent, used, step = load_agent(place, policy, args.load_checkpoint_kind, **changes)
+            agent, used, _ = load_agent(place, policy, args.load_checkpoint_kind, **changes)
+            games_of.add((used.env_id, used.frameskip))
             names.append(f"{place.name}/{policy}" if args.opponents else f"{policy}")
             agents.append(agent)
+    if len(games_of) > 1:
+        raise UserError(f"--opponents: these were trained in different games or with different frameskips: {games_of}")
     spaces, seats = spaces_of(used)
     C, frames, results, played = len(agents), [], {}, [[] for _ in agents]
     device = torch.device(used.device)
     if seats == 1:
-        table = np.tile(np.arange(C), -(-min(args.eval_episodes, 16) // 1))[:, None]
+        table = np.tile(np.arange(C), min(args.eval_episodes, 16))[:, None]
     else:
         pairs = [(i, j) for i in range(C) for j in range(i + 1, C)] or [(0, 0)]
         table = np.array([[pair[(seat + turn) % 2] for seat in range(seats)] for pair in pairs for turn in range(2)])
     rows = np.bincount(table.ravel(), minlength=C)
-    names_of_shaping = shaping_of(used)
-    mailboxes = [Mailbox(spaces, count, 1, 1, len(names_of_shaping)) for count in rows]
-    for mailbox in mailboxes:
-        mailbox.shaping[:] = torch.tensor(list(names_of_shaping.values()), dtype=torch.float64)
+    mailboxes = [Mailbox(spaces, count, 1, 1, len(shaping_of(used))) for count in rows]  # unshaped: scores are raw
     check_shared_memory(spaces, int(rows.sum()))
     games = Games(used, 0, table[None], [mailbox.numpy() for mailbox in mailboxes], used.seed, print)
     states = [torch.zeros(count, agent.state_size, device=device) for count, agent in zip(rows, agents)]

@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import re
+import shutil
 import signal
 import threading
 import time
@@ -344,12 +345,9 @@ def stop(r) -> str:
 
 
 def children(r, name: str) -> list[int]:
-    """Processes of the fork server, by the name of the function that they run, from their stack of threads."""
-    return [pid for pid in r.actors() if (name == "actor") == bool(r_engines(r, pid))]
-
-
-def r_engines(r, pid: int) -> list[int]:
-    return [engine for engine in r.engines() if os.path.exists(f"/proc/{engine}") and os.getpgid(engine) == pid]
+    """Actors or policies: of these processes of the fork server only actors have engines in their group."""
+    with_engines = {os.getpgid(engine) for engine in r.engines()}
+    return [pid for pid in r.actors() if (name == "actor") == (pid in with_engines)]
 
 
 def newest(folder: Path) -> dict:
@@ -480,6 +478,14 @@ def test_matches_between_checkpoints(start, run, tmp_path):
     assert found and sum(map(int, found.groups()[:3])) == 4
     assert len(re.findall(r"policy [01]: 4 episodes, return", r.text())) == 2
     assert (tmp_path / "e" / "video.mp4").stat().st_size > 1000
+    shutil.copytree(tmp_path / "e", tmp_path / "f")
+    r = start("--evaluate", "--eval-episodes", "2", "--opponents", "f", "--eval-policies", "1", edits=[("time_limit=4 * 60 * 35", "time_limit=35")])
+    assert r.wait(120) == 0 and re.search(r"e/1 against f/1: \d wins, \d losses, \d ties", r.text()), r.text()
+    cfg = json.loads((tmp_path / "f" / "cfg.json").read_text())
+    cfg["args"]["frameskip"] = 2
+    (tmp_path / "f" / "cfg.json").write_text(json.dumps(cfg))
+    r = start("--evaluate", "--opponents", "f")
+    assert r.wait(60) == 2 and "were trained in different games or with different frameskips" in r.text()
 
 
 def test_a_game_of_pettingzoo(start, tmp_path, monkeypatch):
