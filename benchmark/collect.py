@@ -7,7 +7,8 @@
 A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates (without FAMILY no ratios), SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
 
 Seconds of a curve count from a run's first line of log to each report, so they include the start of the games. Rates leave out the
-first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its reward scale.
+first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its reward scale; on its battle,
+where they are shaped, the kills in its TensorBoard stand for them.
 """
 
 import csv
@@ -55,7 +56,15 @@ def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tu
 
 def read_sample_factory(folder: Path) -> list[tuple[float, int, float | None]]:
     text = re.sub(r"\x1b\[[0-9;]*m", "", (folder / "out.txt").read_text())
-    scale = SF_SCALE.get(json.loads((folder / "sf" / "config.json").read_text())["env"], 1.0)
+    env = json.loads((folder / "sf" / "config.json").read_text())["env"]
+    if env == "doom_battle":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        start = datetime.datetime.strptime(re.search(r"\[(\d[^\]]*)\]", text)[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        events = EventAccumulator(str(folder / "sf" / ".summary" / "0"), size_guidance={"scalars": 0}).Reload()
+        kills = events.Scalars("policy_stats/avg_true_objective")
+        return [(event.wall_time - start, event.step // 4, event.value) for event in kills]
+    scale = SF_SCALE.get(env, 1.0)
     points, start = [], None
     for stamp, line in re.findall(r"^\[([\d\- :,]+)\]\[\d+\] (.*)$", text, re.M):
         seconds = datetime.datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp()

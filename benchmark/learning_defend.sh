@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The curve of `defend_the_center`, one seed, default flags, 2 million steps; and the soak: memory (of the main process, and of it
 # and all its descendants, shared pages counted in each), file descriptors and /dev/shm once a minute.
-# Machine: 2 cores without a GPU; takes about 50 minutes. Expected: a return of 10 after about 1.2 million steps, 19 at the end.
+# Machine: 2 cores without a GPU; takes about 50 minutes. Expected: a return of 10 after about 500,000 steps.
 # Usage: benchmark/learning_defend.sh [FRESH FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

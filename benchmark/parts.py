@@ -1,11 +1,16 @@
 """What this machine can do at most: the parts of the pipeline measured alone, and the pipeline with random actions.
 
     python benchmark/parts.py --family doom --out benchmark/results/parts_doom.json     # 2 workers x 16 games
+    python benchmark/parts.py --family pbt_doom --num-envs-per-worker 4 --out benchmark/results/parts_pbt_doom.json    # matches of two
 
 `bare` is one pinned process per worker that does nothing but step its games and prepare their images: `make_action`, the screen and
 the resize for Doom, `pool.step` and the four copies for Atari. `dummy` is the loop of dummy_sampler.py in the same processes, over the
 same games: ten steps of the one, ten of the other, by the clock, so that the machine's moods meet both. `random` is actors, mailbox,
 pipes, inference thread and rollouts with random actions, in alternation with these processes. Shares are of the `bare` in the same round.
+
+Of matches (pbt_doom) only `bare` and `dummy` are measured. There `bare` is a thread for each player, since engines wait for each other:
+`set_action`, `advance_action` tic by tic, the screen and the resize. It has the variant's barrier before each tic: without, the engines
+hang after a few hundred tics.
 """
 
 import importlib
@@ -33,10 +38,10 @@ import dummy_sampler  # noqa: E402
 class Options:
     out: Path
     """JSON file for the results"""
-    family: Literal["doom", "atari"] = "doom"
+    family: Literal["doom", "atari", "pbt_doom"] = "doom"
     """which variant"""
     env_id: str | None = None
-    """environment; default: benchmark for doom, Breakout-v5 for atari"""
+    """environment; default: benchmark for doom, Breakout-v5 for atari, duel for pbt_doom"""
     num_workers: int = 2
     """processes, each pinned to a core"""
     num_envs_per_worker: int = 16
@@ -83,6 +88,37 @@ def atari_steps(envs, actions):
             yield valid
 
 
+def match_steps(envs, actions):
+    def play(player, action, barrier) -> bool:
+        player.game.set_action(player.press(action))
+        for tic in range(4):
+            barrier.wait()
+            player.game.advance_action(1, tic == 3)
+        if finished := player.game.is_episode_finished():
+            return finished
+        player.read_state()
+        player.observation()
+        return finished
+
+    n = len(envs.agents)
+    while True:
+        for action in actions:
+            valid = 0
+            for i, game in enumerate(envs.games):
+                if not game.agents:  # kept where DoomEnv keeps it, for whoever steps the game next
+                    list(game.pool.map(lambda player: player.game.new_episode(), game.players))
+                    game.tics, game.agents = 0, list(game.possible_agents)
+                    for player in game.players:
+                        player.begin()
+                    continue
+                finished = list(game.pool.map(play, game.players, action[i * n : i * n + n], [game.barrier] * n))
+                game.tics += game.frameskip
+                valid += n
+                if any(finished) or game.tics >= game.scenario.time_limit:
+                    game.agents = []
+            yield valid
+
+
 def bare_worker(family: str, args, core: int, counters, barrier) -> None:
     """Body of a process. counters: shared, float64 [2, 2], (valid steps, seconds) of the bare loop and of the dummy sampler's."""
     appo = importlib.import_module(f"appo_{family}")
@@ -90,10 +126,13 @@ def bare_worker(family: str, args, core: int, counters, barrier) -> None:
     threading.Thread(target=appo.watch_parent, daemon=True).start()
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    envs, counters = appo.make_envs(args, args.num_envs_per_worker), counters.numpy()
+    make = dummy_sampler.Matches if family == "pbt_doom" else appo.make_envs
+    envs, counters = make(args, args.num_envs_per_worker), counters.numpy()
     envs.reset(seed=1000 * core)
-    actions = np.random.default_rng(core).integers(envs.single_action_space.n, size=(500, envs.num_envs))
-    loops = {"doom": doom_steps, "atari": atari_steps}[family](envs, actions), dummy_sampler.valid_steps(envs, list(actions))
+    envs.action_space.seed(core)
+    actions = [envs.action_space.sample() for _ in range(500)]
+    bare_steps = {"doom": doom_steps, "atari": atari_steps, "pbt_doom": match_steps}[family]
+    loops = bare_steps(envs, actions), dummy_sampler.valid_steps(envs, actions)
     barrier.wait()
     while True:
         for loop, counter in zip(loops, counters):
@@ -167,18 +206,23 @@ def main() -> None:
                                      num_envs_per_worker=options.num_envs_per_worker, window=options.seconds, windows=1,
                                      warm_up=2.0)  # fmt: skip
     appo, args = dummy_sampler.variant(sampling)
-    if not isinstance(appo.make_envs(args, 1).single_action_space, gym.spaces.Discrete):
+    if options.family != "pbt_doom" and not isinstance(appo.make_envs(args, 1).single_action_space, gym.spaces.Discrete):
         sys.exit(f"error: {args.env_id} has several heads of actions; the bare loop presses one button at a time")
     args.batch_size = 1024
     result = dict(machine=dummy_sampler.machine(), command=dummy_sampler.command(), env_id=args.env_id, workers=args.num_workers,
                   envs_per_worker=args.num_envs_per_worker)
-    rates = dict(bare=[], dummy=[], random=[])
+    rates, matches = dict(bare=[], dummy=[], random=[]), options.family == "pbt_doom"
     for _ in range(options.repeats):
         for kind, rate in zip(rates, bare(options, appo, args)):
             rates[kind].append(round(rate))
-        rates["random"].append(dummy_sampler.pipeline(sampling, appo, args, null=False)["frames_per_second"])
+        if not matches:
+            rates["random"].append(dummy_sampler.pipeline(sampling, appo, args, null=False)["frames_per_second"])
     shares = {kind: [round(b / a, 3) for a, b in zip(rates["bare"], rates[kind])] for kind in ("dummy", "random")}
     result["frames_per_second"], result["shares"] = rates, shares
+    if matches:
+        print(json.dumps(result, indent=2))
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        return
     times = {name: round(value, 3) for name, value in network(appo, args).items()}
     result["milliseconds_per_sample"] = times
     result["simulation_milliseconds"] = round(1000 * args.num_workers * args.frameskip / statistics.median(rates["bare"]), 3)

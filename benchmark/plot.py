@@ -1,10 +1,16 @@
 """Draws the figures in benchmark/results/ from the raw files there, and writes the tables of benchmark/README.md between
-`<!-- table: NAME -->` and `<!-- end -->`: python benchmark/plot.py"""
+`<!-- table: NAME -->` and `<!-- end -->`:
+
+    python benchmark/plot.py
+    python benchmark/plot.py train_dir/NAME/pbt.csv    # instead: the history of a population of your own, as pbt.png beside it
+"""
 
 import csv
 import json
 import re
 import statistics
+import sys
+import textwrap
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -129,6 +135,8 @@ def settings_table(env_id: str, *goals: float) -> str:
 
 TABLES = dict(learning=learning_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
+              settings_sync=partial(settings_table, "sync", 0, 50, 75),
+              settings_health=partial(settings_table, "health_gathering", 10, 20),
               settings_defend=partial(settings_table, "defend_the_center", 5, 10, 15))  # fmt: skip
 
 
@@ -179,20 +187,51 @@ def seeds(plt) -> None:
     for axis in axes.flat[len(others) :]:
         axis.set_visible(False)
     for axis, setting in zip(axes.flat, others):
-        for runs, name, colour, line in ((default, "default", "#0b5fa5", "-"), (curves[setting], setting, "#c2410c", "--")):
+        for runs, colour, line in ((default, "#0b5fa5", "-"), (curves[setting], "#c2410c", "--")):
             grid = np.linspace(0, min(points[-1, 1] for points in runs.values()), 200)
             values = [np.interp(grid, points[:, 1], points[:, 2]) for points in runs.values()]
             for value in values:
                 axis.plot(grid / 1000, value, line, color=colour, alpha=0.35, linewidth=0.8)
-            axis.plot(grid / 1000, np.mean(values, axis=0), line, color=colour, label=f"{name} ({len(runs)})", linewidth=1.8)
-        axis.legend(loc="upper left", fontsize=7)
+            axis.plot(grid / 1000, np.mean(values, axis=0), line, color=colour, linewidth=1.8)
+        axis.set_title(f"{textwrap.fill(setting, 36, break_on_hyphens=False)} ({len(curves[setting])})", fontsize=8, color="#c2410c")
         axis.grid(alpha=0.3)
+    axes[0, 0].legend([axes[0, 0].lines[len(default)]], [f"default ({len(default)})"], loc="upper left", fontsize=7)
     for axis in axes[-1]:
         axis.set_xlabel("thousand steps")
     for axis in axes[:, 0]:
         axis.set_ylabel("kills, last 100 episodes")
     figure.suptitle("battle: one setting changed (seeds in brackets; thick: their mean)", fontsize=11)
     figure.savefig(RESULTS / "seeds_battle.png", dpi=130)
+
+
+def population(plt, title: str, log: Path, out: Path, most: int = 8) -> None:
+    """The history in a pbt.csv: the objective and the numbers that changed, at most `most` of them. A ring is a policy that was replaced,
+    in the colour of the one whose weights it got."""
+    rows = list(csv.DictReader(open(log)))
+    numbers = [name for name in list(rows[0])[5:] if len({row[name] for row in rows}) > 1][:most]
+    columns = min(3, len(numbers) + 1)
+    lines = -(-(len(numbers) + 1) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(9, 2.4 * lines), sharex=True, squeeze=False, layout="constrained")
+    for axis, name in zip(axes.flat, ["objective", *numbers]):
+        for policy in sorted({int(row["policy"]) for row in rows}):
+            points = [row for row in rows if int(row["policy"]) == policy and row[name]]
+            steps, values = [int(row["step"]) / 1000 for row in points], [float(row[name]) for row in points]
+            # a number holds until the next row; an objective is of the moment
+            axis.plot(steps, values, color=f"C{policy}", drawstyle="default" if name == "objective" else "steps-post", label=f"policy {policy}")
+            for x, y, row in zip(steps, values, points):
+                if row["kind"] == "replaced":
+                    axis.plot(x, y, "o", markerfacecolor="none", color=f"C{row['weights_of']}")
+        if name != "objective" and min(float(row[name]) for row in rows) > 0:
+            axis.set_yscale("log")
+        axis.set_title(name, fontsize=9)
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(numbers) + 1 :]:
+        axis.set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("thousand steps of a policy")
+    axes[0, 0].legend(fontsize=7)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(out, dpi=130)
 
 
 def peers(plt) -> None:
@@ -255,12 +294,17 @@ def main() -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    if sys.argv[1:]:
+        path = Path(sys.argv[1])
+        return population(plt, path.parent.name, path, path.with_suffix(".png"))
     throughput(plt)
     peers(plt)
     seeds(plt)
     curves(plt, "basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
     curves(plt, "basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv", without="sf")
-    curves(plt, "defend_the_center, default flags, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
+    curves(plt, "defend_the_center, --learning-rate 1e-4, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
+    if (log := RESULTS / "pbt_basic.csv").exists():
+        population(plt, "basic: four policies, three of which start with a ruinous learning rate", log, RESULTS / "pbt_basic.png")
     for game, goal in (("pong", 18), ("breakout", None)):
         curves(plt, f"{game.capitalize()}, default flags, 2 cores without a GPU", goal, f"learning_{game}.png", f"learning_{game}.csv",
                f"cleanrl_{game}.csv", unit=(1e6, "million"))  # fmt: skip

@@ -8,7 +8,7 @@ is the command as it stands. The same line again goes on: runs that OUT holds ar
 With --report the table is printed and nothing is trained.
 
 Only steps are compared, so other work may run beside it; it disturbs least with `nice -n 19` in front. The table has, for each setting,
-the median of the steps to each goal (a mean raw return of the last 100 episodes) and how many runs reached it, the mean return over all
+the median of the steps to each goal (a mean raw return of the last 100 episodes) and how many of the runs reached it, the mean return over all
 steps (the area under the curve) and over the last tenth of them. Ranges are 95 % bootstrap intervals of the mean over seeds; of two or
 three seeds they are too narrow.
 """
@@ -101,7 +101,7 @@ def table(curves: dict[str, dict[int, np.ndarray]], goals: list[float]) -> str:
         for goal in goals:
             steps = [min(points[points[:, 2] >= goal, 1], default=np.inf) for points in seeds.values()]
             median, reached = statistics.median(steps), np.isfinite(steps).sum()
-            line.append(f"{f'{median / 1000:,.0f}k' if median < np.inf else '-'} ({reached} of {len(seeds)} runs)")
+            line.append(f"{f'{median / 1000:,.0f}k' if median < np.inf else '-'} ({reached} of {len(seeds)})")
         for points in seeds.values():
             step, value = points[:, 1], points[:, 2]
             means.append(np.trapezoid(value, step) / (step[-1] - step[0]))
