@@ -16,8 +16,8 @@
 
     python appo_doom.py --env-id battle --num-workers 20
 
-On 2 cores of an AMD EPYC (Zen 3, no GPU) `--env-id basic` reaches a mean return of 75 in 3.1 minutes (median of three
-seeds with default flags, 2026-11-21; benchmark/learning_basic.sh).
+On 2 cores of an AMD EPYC (Zen 5, bfloat16, no GPU) `--env-id basic` reaches a mean return of 75 in 40 seconds
+(median of three seeds with default flags, 2026-11-22; benchmark/learning_basic.sh).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: group g  +------------------------------------------+
@@ -64,6 +64,7 @@ import json
 import math
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import queue
 import random
@@ -142,10 +143,10 @@ class Args:
     batch_size: int | None = None
     """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2, from 1024 to 8192; with
     sync rows * rollout"""
-    num_epochs: int = 1  # passes over each batch
+    num_epochs: int = 1  # passes over each batch; with sync PPO clips nothing in the first
     max_batches_ahead: int = 1  # batches collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
-    learning_rate: float = 1e-4  # of Adam
+    learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
@@ -473,9 +474,9 @@ class DoomEnv(gym.Env):
             return float(healed > 0)
         bonus = healed * (0.005 if healed > 0 else 0.003)
         weapon = int(now[0])
-        if now[1] > 0 and len(self.weapons) == 5 and all(held == weapon for held in self.weapons):
-            bonus += 0.0002 * (1, 1, 1, 5, 5, 5, 10, 10)[min(weapon, 7)]  # Sample Factory always reads weapon 7 here
         self.weapons.append(weapon)
+        if now[1] > 0 and self.weapons.count(weapon) == 5:
+            bonus += 0.0002 * (1, 1, 1, 5, 5, 5, 10, 10)[min(weapon, 7)]  # Sample Factory always reads weapon 7 here
         return bonus
 
     def render(self) -> np.ndarray:
@@ -1046,10 +1047,12 @@ class Actors:
 
     def start_all(self) -> None:
         self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-        # Ignored signals are inherited: a terminal's Ctrl-C is for the main process, from an actor's first moment on.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Blocked signals are inherited: a terminal's Ctrl-C is for the main process alone, from an actor's first
+        # moment on. One that comes meanwhile is ours when we unblock.
+        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         multiprocessing.forkserver.ensure_running()
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for worker in range(self.args.num_workers):
             self.start(worker)
 
@@ -1499,7 +1502,10 @@ def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Age
     if checkpoint is None:
         raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
     agent = Agent(spaces_of(args), args).to(args.device)
-    agent.load_state_dict(checkpoint["agent"])
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        raise UserError(f"the network in {folder} does not fit {args.env_id}, or this version of the file") from None
     return agent, args, checkpoint["global_step"]
 
 
@@ -1556,7 +1562,8 @@ def evaluate(args: Args, folder: Path) -> list[float]:
 
 # flags of one session, not of the experiment
 SESSION = ("train_for_seconds", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video")
-FIXED = ("env_id", "cfg_path", "rnn_type", "hidden_size", "normalize_input")  # must match the checkpoint's
+# must match the checkpoint's; of the game, to be evaluated in, only the observations and actions
+GAME, NETWORK = ("env_id", "cfg_path"), ("rnn_type", "hidden_size", "normalize_input")
 
 
 def parse_args() -> tuple[Args, Path]:
@@ -1574,7 +1581,8 @@ def parse_args() -> tuple[Args, Path]:
         args = tyro.cli(Args, default=old)
         overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in saved
                      if getattr(args, name) != getattr(old, name)}  # fmt: skip
-        if wrong := [overrides[name] for name in FIXED if name in overrides]:
+        fixed = NETWORK if args.evaluate else GAME + NETWORK
+        if wrong := [overrides[name] for name in fixed if name in overrides]:
             raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
         for text in overrides.values():
             print(f"override: {text}")

@@ -72,6 +72,7 @@ import json
 import math
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import queue
 import random
@@ -160,7 +161,8 @@ class Args:
     policy_settings: list[str] = dataclass_field(default_factory=list)
     """where a policy differs from the flags below, at its start: "1:learning_rate=0.01" (policy 1)"""
     with_pbt: bool = False  # population-based training: mutate settings, replace the worst policies by the best
-    pbt_target_objective: Literal["return", "kills", "frags", "wins"] = "return"  # the mean of 100 episodes
+    pbt_target_objective: Literal["return", "kills", "frags", "wins"] | None = None
+    """the mean of 100 episodes. Default: wins of a match between agents, frags against bots, else the return"""
     pbt_start_mutation: int = 5_000_000  # steps of a policy before its first exchange
     pbt_period_env_steps: int = 1_250_000  # steps of a policy between its exchanges
     pbt_replace_fraction: float = 0.3  # share of the population that is best, and that is worst
@@ -176,10 +178,10 @@ class Args:
     batch_size: int | None = None
     """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2, from 1024 to 8192; with
     sync rows * rollout"""
-    num_epochs: int = 1  # passes over each batch
+    num_epochs: int = 1  # passes over each batch; with sync PPO clips nothing in the first
     max_batches_ahead: int = 1  # batches collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
-    learning_rate: float = 1e-4  # of Adam
+    learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
@@ -209,7 +211,9 @@ class Args:
 LOWEST = dict(seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0, pbt_perturb_min=1.0,
               pbt_perturb_max=1.0)  # fmt: skip
 HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, pbt_replace_fraction=0.5, pbt_mutation_rate=1.0,
-               num_policies=16)  # a process can be given 256 file descriptors, of which a mailbox takes 13
+               num_policies=16, num_workers=234)
+# Of the last two: a process can be given 256 file descriptors. Of an actor's each mailbox takes 13, of a policy's each
+# actor one.
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
 
 
@@ -253,7 +257,7 @@ def resolve(args: Args) -> Args:
     n = max(1, int(min(in_mask, quota)))
     if quota < in_mask:  # this machine's other containers see the same cores, and would pin to them too
         args.set_workers_cpu_affinity = False
-    args.num_workers = n if args.num_workers is None else args.num_workers
+    args.num_workers = min(n, HIGHEST["num_workers"]) if args.num_workers is None else args.num_workers
     if args.worker_num_splits is None:
         args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
     # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
@@ -267,8 +271,15 @@ def resolve(args: Args) -> Args:
     if args.num_envs_per_worker // args.worker_num_splits * agents % P:
         raise UserError(f"{args.num_envs_per_worker // args.worker_num_splits} games in a split x {agents} agents are "
                         f"not divisible by --num-policies {P}")  # fmt: skip
+    if P > 1 and args.max_batches_ahead == 0:
+        raise UserError("--max-batches-ahead 0 is for one policy: two could wait for each other's slots")
     if args.with_pbt and P == 1:
         raise UserError("--with-pbt needs more than one policy: --num-policies")
+    scenario = SCENARIOS.get(args.env_id) or Scenario("", (), ())
+    if args.pbt_target_objective is None:
+        args.pbt_target_objective = "wins" if scenario.agents > 1 else "frags" if scenario.match else "return"
+    if scenario.wad and args.pbt_target_objective in (("kills",) if scenario.match else ("frags", "wins")):
+        raise UserError(f"--pbt-target-objective {args.pbt_target_objective}: {args.env_id} has none")
     starting_genes(args)  # raises for wrong --policy-settings
     rows = args.num_workers * args.num_envs_per_worker * agents // P  # of a policy
     if args.batch_size is None:
@@ -337,6 +348,7 @@ GATHER = dict(buttons=TURN + WALK, heads=(5,), shaping="gathering",
 MATCH = dict(buttons=(*WALK, "MOVE_RIGHT", "MOVE_LEFT", *(f"SELECT_WEAPON{k}" for k in range(1, 8)), "ATTACK", "SPEED",
                       "USE", "TURN_LEFT_RIGHT_DELTA"), heads=(3, 3, 8, 2, 2, 2, 21), turn=12.5, time_limit=4 * 60 * 35,
              measurements=True, match=True, settings=dict(render_crosshair=True))  # fmt: skip
+WITHOUT_USE = MATCH | dict(buttons=tuple(name for name in MATCH["buttons"] if name != "USE"), heads=(3, 3, 8, 2, 2, 21))
 DEFEND = dict(buttons=(*TURN, "ATTACK"), heads=(3, 2), settings=dict(death_penalty=1.0, episode_start_time=10))
 SCENARIOS = {
     "basic": Scenario("basic.wad", (*STRAFE, "ATTACK"), (4,), time_limit=300, reward_scale=0.01,
@@ -354,7 +366,7 @@ SCENARIOS = {
     "benchmark": Scenario("D3_battle.wad", (*WALK, "MOVE_RIGHT", "MOVE_LEFT", "TURN_RIGHT", "TURN_LEFT", "ATTACK",
                           "SPEED"), (9,), settings=ARENA),
     "duel_bots": Scenario("cig.wad", bots=1, respawn=2, shaping="bots", better="ssl2.wad", **MATCH),
-    "deathmatch_bots": Scenario("cig.wad", bots=7, shaping="bots", better="dwango5.wad", **MATCH),
+    "deathmatch_bots": Scenario("cig.wad", bots=7, shaping="bots", better="dwango5.wad", **WITHOUT_USE),
     "duel": Scenario("cig.wad", agents=2, respawn=2, shaping="match", better="ssl2.wad", **MATCH),
     "deathmatch": Scenario("cig.wad", agents=4, bots=4, respawn=2, shaping="match", better="freedm.wad", **MATCH),
 }  # fmt: skip
@@ -522,7 +534,7 @@ class Player:
 
     def begin(self) -> None:
         """Reads the first state of an episode."""
-        self.weapons, self.dead = deque(maxlen=5), False
+        self.weapons, self.dead = deque(maxlen=5), self.scenario.match  # in a match the first numbers may be of no life
         self.read_state()
         self.deaths = self.variables[self.column["DEATHCOUNT"]]  # the engine counts on from episode to episode
 
@@ -555,14 +567,14 @@ class Player:
         now, column = self.variables, self.column
         if self.scenario.shaping == "gathering":
             return float(now[column["HEALTH"]] > before[column["HEALTH"]])
+        weapon = int(now[column["SELECTED_WEAPON"]])
+        self.weapons.append(weapon)
         if not self.scenario.shaping or was_dead and not self.dead:  # a new life has other numbers
             return 0.0
         change = np.minimum(now[self.shaped] - before[self.shaped], self.most)
         bonus = float(np.where(change > 0, change * self.growth, -change * self.fall).sum())
-        weapon = int(now[column["SELECTED_WEAPON"]])
-        if now[column["SELECTED_WEAPON_AMMO"]] > 0 and len(self.weapons) == 5 and set(self.weapons) == {weapon}:
+        if now[column["SELECTED_WEAPON_AMMO"]] > 0 and self.weapons.count(weapon) == 5:
             bonus += self.selected[min(weapon, 7)]  # Sample Factory always reads weapon 7 here
-        self.weapons.append(weapon)
         return bonus
 
 
@@ -572,8 +584,8 @@ class DoomEnv:
     measurements.
 
     In an agent's info: `raw_reward`, the engine's own reward before shaping and scale, in a match the change of frags;
-    `inactive` while it waits for its return after a death; at the end `kills`, and in a match `frags`, `deaths` and
-    `win` (first, and alone in that)."""
+    `inactive` while it waits for its return after a death; at the end `kills`, and in a match `frags`, `deaths`,
+    `place` (1: nobody has more frags) and `win` (1 if first and alone in that, else 0)."""
 
     metadata = {"name": "doom", "render_modes": ["rgb_array"]}
     START_SECONDS, STEP_SECONDS = 30.0, 20.0  # a match that takes longer to start, or to step, is lost
@@ -603,11 +615,14 @@ class DoomEnv:
         if not self.scenario.match:
             return [function(*(values[0] for values in (self.players, *arguments)))]
         futures = [self.pool.submit(function, *values) for values in zip(self.players, *arguments)]
-        _, late = concurrent.futures.wait(futures, seconds)
-        errors = [future.exception() for future in futures if future not in late]
-        if late or any(errors):
-            text = f"{len(late)} of {len(futures)} players took more than {seconds:.0f} s" if late else ""
-            raise GameLost(text or repr(next(filter(None, errors))))
+        done, late = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
+        for error in filter(None, (future.exception() for future in done)):
+            if type(error).__module__ == vizdoom.ViZDoomErrorException.__module__:
+                raise GameLost(repr(error))
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error  # not the engine's
+        if late or any(future.exception() for future in done):
+            raise GameLost(f"a player took more than {seconds:.0f} s")
         return [future.result() for future in futures]
 
     def play(self, player: Player, action) -> tuple:
@@ -686,9 +701,9 @@ class DoomEnv:
         if self.scenario.match:
             me, count = int(values[column["PLAYER_NUMBER"]]), int(values[column["PLAYER_COUNT"]])
             frags = [values[column[f"PLAYER{k + 1}_FRAGCOUNT"]] for k in range(count)]
-            best_other = max((frag for k, frag in enumerate(frags) if k != me), default=-np.inf)
-            deaths = values[column["DEATHCOUNT"]] - player.deaths
-            result |= dict(frags=frags[me], deaths=deaths, win=float(frags[me] > best_other))
+            others, deaths = frags[:me] + frags[me + 1 :], values[column["DEATHCOUNT"]] - player.deaths
+            place, win = 1 + sum(frag > frags[me] for frag in others), float(all(frag < frags[me] for frag in others))
+            result |= dict(frags=frags[me], deaths=deaths, place=place, win=win)
         return result
 
     def render(self) -> np.ndarray:
@@ -708,6 +723,7 @@ class DoomEnv:
                 if ours & words and os.getpgid(pid) == os.getpgid(0):
                     unlink_game_files(pid)
                     os.kill(pid, signal.SIGKILL)
+        self.barrier.abort()
         self.pool.shutdown(wait=False)
         self.players, self.running = [Player(*self.arguments) for _ in self.players], False
 
@@ -719,12 +735,12 @@ def make_env(args: Args):
     `step` with dicts, `agents`, `render`, `close`. All agents have the same spaces: one uint8 image, alone or in a Dict
     as `obs` beside a float `vector`, and Discrete or MultiDiscrete actions. No game is started before `reset`. In an
     agent's info there may be `raw_reward`, a float that scores are sums of; `inactive`, True where its action does
-    nothing; and at the end `kills`, `frags`, `deaths`, `win`. If `shaping_of` names coefficients, it has `set_shaping`.
+    nothing; and at the end the SCORES. If `shaping_of` names coefficients, it has `set_shaping`.
     """
     return DoomEnv(args.env_id, args.frameskip, args.cfg_path, args.scenario_dir)
 
 
-SCORES = ("kills", "frags", "deaths", "win")  # of an episode, where the game has them
+SCORES = ("kills", "frags", "deaths", "place", "win")  # of an episode, where the game has them
 
 
 class Spaces(NamedTuple):
@@ -853,7 +869,8 @@ class Rollouts:
 def slots_needed(args: Args, rows: int) -> int:
     """Room for the slots being filled and for those waiting for the learner, and enough to rule out deadlock: if all
     groups waited for slots and the learner for its batch, none would be FILLING and at most B - 1 FULL, so that of
-    B + n slots at least the n that one group takes would be free. With `sync` there is one slot for every row."""
+    B + n slots at least the n that one group takes would be free. Where other policies hold this one's rows in the
+    middle of slots, a batch ahead makes up for these. With `sync` there is one slot for every row."""
     B, n = args.batch_size // args.rollout, rows // (args.num_workers * args.worker_num_splits)
     if args.sync:
         return B
@@ -1426,6 +1443,8 @@ class Actors:
         process.join(5)
         text = last_words(error_pipe)
         message = f"actor {worker} {reason} (exit code {process.exitcode})"
+        if self.args.sync and len(self.numpys) > 1:  # some policies may have served its last request, and some not
+            raise RuntimeError(f"{message}; with --sync a population ends with it\n{text}".strip())
         self.restarts += 1
         short_life = self.numpys[0].requests[self.groups(worker)].sum() < self.SHORT_LIFE
         self.short_lives[worker] = self.short_lives[worker] + 1 if short_life else 0
@@ -1706,7 +1725,8 @@ class Learner:
         self.inference.acting.publish(self.version)
 
     def become(self, donor: dict) -> None:
-        """Goes on with another policy's weights. What was sampled before is too old to be learned from."""
+        """Goes on with another policy's weights. What was sampled before is too old to be learned from. The rows'
+        recurrent states stay, until their episodes end."""
         self.agent.load_state_dict(donor["agent"])
         self.optimizer.load_state_dict(donor["optimizer"])
         self.version += self.args.max_policy_lag - 1
@@ -1843,7 +1863,10 @@ def load_agent(folder: Path | str, policy: int = 0, kind: str = "latest", **chan
     if checkpoint is None:
         raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
     agent = Agent(spaces_of(args)[0], args).to(args.device)
-    agent.load_state_dict(checkpoint["agent"])
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        raise UserError(f"the network in {folder} does not fit {args.env_id}, or this version of the file") from None
     return agent, args, checkpoint["global_step"]
 
 
@@ -1929,6 +1952,8 @@ class Control:
                 for name, value in genes.items():
                     setattr(learner.args, name, value)
                 learner.optimizer.param_groups[0]["lr"] = learner.args.learning_rate
+                if donor is not None:  # population.json says so already
+                    save_latest(self.checkpoints, learner, learner.args.keep_checkpoints)
                 self.pipe.send(("became", None))
 
 
@@ -2020,12 +2045,12 @@ def policy_process(error_pipe, *arguments) -> None:
         os._exit(1)
 
 
-TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value")  # Sample Factory's
+TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value", "gamma")
 
 
 def default_genes(args: Args) -> dict[str, float]:
-    """The numbers that population-based training may change: of Args by their names, and shaping coefficients."""
-    return {name: getattr(args, name) for name in TUNED + ("gamma",) * args.pbt_optimize_gamma} | shaping_of(args)
+    """The numbers in which policies may differ: of Args by their names (Sample Factory's), and shaping coefficients."""
+    return {name: getattr(args, name) for name in TUNED} | shaping_of(args)
 
 
 def starting_genes(args: Args) -> list[dict[str, float]]:
@@ -2037,7 +2062,8 @@ def starting_genes(args: Args) -> list[dict[str, float]]:
     for text in args.policy_settings:
         try:
             index, name, value = re.fullmatch(r"(\d+):([^=]+)=(.+)", text).groups()
-            one, value, name = genes[int(index)], float(value), name.replace("-", "_")
+            one, value = genes[int(index)], float(value)
+            name = name if name in numbers else name.replace("-", "_")
         except (AttributeError, ValueError, IndexError):
             raise UserError(f"--policy-settings {text}: not a policy, a name, a number as in 1:vf_coef=0.2") from None
         if name not in numbers:
@@ -2052,7 +2078,7 @@ def mutate(args: Args, genes: dict[str, float], defaults: dict[str, float], rng:
     time in 20 reset to its default. Of gamma it is the distance from 1, by 1.01 to 1.2."""
     result = dict(genes)
     for name, value in genes.items():
-        if rng.random() >= args.pbt_mutation_rate:
+        if rng.random() >= args.pbt_mutation_rate or name == "gamma" and not args.pbt_optimize_gamma:
             continue
         low, high = (1.01, 1.2) if name == "gamma" else (args.pbt_perturb_min, args.pbt_perturb_max)
         factor = rng.uniform(low, high) ** rng.choice((-1, 1))
@@ -2195,6 +2221,11 @@ class Population:
                 writer.add_scalar(f"pbt/{name}/{index}", value, step)
             self.write_row([step, index, kind, weights_of, objectives[index], *genes.values()])
 
+    def write_rows(self, kind: str) -> None:
+        """Where the policies are when a session begins or ends."""
+        for index, report in enumerate(self.reports):
+            self.write_row([report["step"], index, kind, index, report["objective"], *self.genes[index].values()])
+
     def write_row(self, row: list) -> None:
         path = self.folder / "pbt.csv"
         new = not path.exists()
@@ -2225,21 +2256,23 @@ class Population:
 def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     """Plays with checkpoints. In a game of one agent every policy plays `eval_episodes` episodes; in a match each two
     policies play as many games, half of them with their places exchanged. Prints a table. Returns wins, losses and ties
-    of each pair: who has more frags than the other."""
+    of each pair, who has more frags than the other, or against bots, who is first."""
     if args.save_video:
         import imageio.v2 as imageio
-    names, agents, games_of = [], [], set()
+    names, agents, frameskips = [], [], set()
     for place in (folder, *(Path(args.train_dir) / name for name in args.opponents)):
         for policy in args.eval_policies or range(Args(**saved_args(place)).num_policies):
-            changes = dict(device=args.device, seed=args.seed)
+            changes = asdict(args)
+            if place != folder:  # of another experiment its own, but for these
+                changes = {name: changes[name] for name in ("device", "seed", "precision", *GAME)}
             agent, used, _ = load_agent(place, policy, args.load_checkpoint_kind, **changes)
-            games_of.add((used.env_id, used.frameskip))
+            frameskips.add(used.frameskip)
             names.append(f"{place.name}/{policy}" if args.opponents else f"{policy}")
             agents.append(agent)
-    if len(games_of) > 1:
-        raise UserError(f"--opponents: these were trained in different games or with different frameskips: {games_of}")
+    if len(frameskips) > 1:
+        raise UserError(f"--opponents: these were trained with different frameskips: {frameskips}")
     spaces, seats = spaces_of(used)
-    C, frames, results, played = len(agents), [], {}, [[] for _ in agents]
+    C, frames = len(agents), []
     device = torch.device(used.device)
     if seats == 1:
         table = np.tile(np.arange(C), min(args.eval_episodes, 16))[:, None]
@@ -2253,11 +2286,11 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     states = [torch.zeros(count, agent.state_size, device=device) for count, agent in zip(rows, agents)]
     torch.manual_seed(args.seed)
     per_game = -(-args.eval_episodes * (len(pairs) if seats > 1 else C) // len(table))
-    finished, ended = np.zeros(len(table), int), [{} for _ in table]
+    played, ended = [[] for _ in table], [{} for _ in table]  # [game] -> episodes of its agents
     with tqdm(total=per_game * len(table), desc="episodes", disable=None) as bar:
         games.reset(0)
-        while (finished < per_game).any():
-            if args.save_video and finished[0] < per_game and len(frames) < 60 * TICKS_PER_SECOND / used.frameskip:
+        while min(map(len, played)) < per_game:
+            if args.save_video and len(played[0]) < per_game and len(frames) < 60 * TICKS_PER_SECOND / used.frameskip:
                 frames.append(np.array(games.splits[0][0][0].render()))
             for c, (agent, mailbox) in enumerate(zip(agents, mailboxes)):
                 tensors = [part.to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
@@ -2269,23 +2302,31 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
                 for i, seat in enumerate(sitting.values()):
                     if seat.mailbox.episode[seat.row, 2]:
                         ended[g][i] = seat.mailbox.episode[seat.row].tolist()
-                if len(ended[g]) < seats:
-                    continue
-                episodes, ended[g] = [ended[g][i] for i in range(seats)], {}
-                if finished[g] == per_game:
-                    continue
-                finished[g] += 1
-                bar.update()
-                for seat, episode in zip(table[g], episodes):
-                    played[seat].append(episode)
-                for a, one in enumerate(table[g]):
-                    for b, two in enumerate(table[g]):
-                        if one < two:
-                            frags = [episodes[i][3 + SCORES.index("frags")] for i in (a, b)]
-                            outcome = 0 if frags[0] > frags[1] else 1 if frags[0] < frags[1] else 2
-                            results.setdefault((names[one], names[two]), [0, 0, 0])[outcome] += 1
+                if len(ended[g]) == seats:
+                    if len(played[g]) < per_game:  # the same for each: taking the first to end would favour short ones
+                        played[g].append([ended[g][i] for i in range(seats)])
+                        bar.update()
+                    ended[g] = {}
     games.close()
-    for name, episodes in zip(names, played):
+    results, episodes_of = {}, [[] for _ in agents]
+    place, win, frags = (3 + SCORES.index(name) for name in ("place", "win", "frags"))
+    for sitting, matches in zip(table, played):
+        for episodes in matches[: args.eval_episodes - len(episodes_of[sitting[0]])] if seats == 1 else matches:
+            for policy, episode in zip(sitting, episodes):
+                episodes_of[policy].append(episode)
+            sides = sorted(set(sitting))
+            pair = tuple(names[side] for side in sides)
+            if seats == 1 and episodes[0][place]:
+                pair = (*pair, "bots")
+                ahead = episodes[0][win] or 1 - episodes[0][place]  # 0: first, but not alone
+            elif len(sides) == 2:
+                one, two = (sum(episode[frags] for episode, seat in zip(episodes, sitting) if seat == side)
+                            for side in sides)  # fmt: skip
+                ahead = one - two
+            else:
+                continue
+            results.setdefault(pair, [0, 0, 0])[0 if ahead > 0 else 1 if ahead < 0 else 2] += 1
+    for name, episodes in zip(names, episodes_of):
         mean, std = np.mean(episodes, 0), np.std(episodes, 0)
         scores = "".join(f", {score} {value:.2f}" for score, value in zip(SCORES, mean[3:]) if value)
         print(f"policy {name}: {len(episodes)} episodes, return {mean[0]:.2f} +- {std[0]:.2f} (standard deviation)"
@@ -2319,9 +2360,11 @@ def wilson(wins: int, games: int) -> str:
 # flags of one session, not of the experiment
 SESSION = ("train_for_seconds", "evaluate", "opponents", "eval_policies", "eval_episodes", "eval_deterministic",
            "load_checkpoint_kind", "save_video")  # fmt: skip
-# must match the checkpoint's
-FIXED = ("env_id", "cfg_path", "scenario_dir", "num_policies", "policy_settings", "rnn_type", "hidden_size",
-         "normalize_input")  # fmt: skip
+# must match the checkpoint's; of the game, to be evaluated in, only the observations and actions
+GAME, NETWORK = (
+    ("env_id", "cfg_path", "scenario_dir"),
+    ("num_policies", "policy_settings", "rnn_type", "hidden_size", "normalize_input"),
+)
 
 
 def parse_args() -> tuple[Args, Path]:
@@ -2339,7 +2382,8 @@ def parse_args() -> tuple[Args, Path]:
         args = tyro.cli(Args, default=old)
         overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in saved
                      if getattr(args, name) != getattr(old, name)}  # fmt: skip
-        if wrong := [overrides[name] for name in FIXED if name in overrides]:
+        fixed = NETWORK if args.evaluate else GAME + NETWORK
+        if wrong := [overrides[name] for name in fixed if name in overrides]:
             raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
         for text in overrides.values():
             print(f"override: {text}")
@@ -2448,6 +2492,7 @@ def train(typed: Args, folder: Path) -> int:
     try:
         actors.start_all()
         population.start(actors.reply_pipes)
+        population.write_rows("began")
         actors.wait_for_games(population.check, stop_signals)
         watch(args, population, actors, writer, log, stop_signals)
     finally:
@@ -2458,6 +2503,7 @@ def train(typed: Args, folder: Path) -> int:
         with contextlib.suppress(RuntimeError):  # is raised already
             population.check()  # the last reports
         population.save()
+        population.write_rows("ended")
         writer.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -2468,10 +2514,12 @@ def train(typed: Args, folder: Path) -> int:
 
 def start_fork_server() -> None:
     mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-    # Ignored signals are inherited: a terminal's Ctrl-C is for the main process, from a process's first moment on.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Blocked signals are inherited: a terminal's Ctrl-C is for the main process alone, from a process's first
+    # moment on. One that comes meanwhile is ours when we unblock.
+    multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     multiprocessing.forkserver.ensure_running()
-    signal.signal(signal.SIGINT, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def watch(args: Args, population: Population, actors: Actors, writer, log, stop_signals: list[int]) -> None:
@@ -2488,7 +2536,7 @@ def watch(args: Args, population: Population, actors: Actors, writer, log, stop_
             reports, now, step = population.reports, time.monotonic(), population.step()
             bar.n = int(step)
             bar.update(0)
-            if now - shown >= 5:
+            if now - shown >= 5 and all(report["bottleneck"] for report in reports):  # all have reported
                 shown = now
                 known = [report["objective"] for report in reports if report["objective"] is not None]
                 text = f"{sum(report['fps'] for report in reports):,.0f} frames/s, "

@@ -9,7 +9,7 @@ from edited import ROOT
 # What each variant changes on purpose. A name that does not differ any more must be taken out of here.
 DIFFERS = {
     "appo_atari.py": {
-        "ENGINE, TICKS_PER_SECOND", "GAME_SHARED_MEMORY", "BATCH_SHARE, SMALLEST_BATCH", "FIXED", "HIGHEST",
+        "ENGINE, TICKS_PER_SECOND", "GAME_SHARED_MEMORY", "BATCH_SHARE, SMALLEST_BATCH", "GAME, NETWORK", "HIGHEST",
         "make_envs", "init_layer", "Agent", "Agent.__init__", "Agent.encode", "end_group",
         "Args.env_id", "Args.frameskip", "Args.total_timesteps", "Args.learning_rate", "Args.ppo_clip_value",
         "Args.exploration_loss", "Args.ent_coef", "Args.max_grad_norm", "Args.reward_scale", "Args.reward_clip",
@@ -22,7 +22,7 @@ DIFFERS = {
         "Games", "Games.__init__", "Games.close", "Games.reset", "Games.step", "actor", "watch_parent",
         "Actors", "Actors.__init__", "Actors.check", "Actors.replace", "Actors.start", "Actors.start_all", "Actors.stop", "Actors.wait_for_games",
         "Inference.__init__", "Inference.run", "Inference.store", "Inference.wake", "Learner.gather", "Learner.iterate",
-        "load_agent", "evaluate", "SESSION", "FIXED", "Reporter", "Reporter.__init__", "Reporter.report", "Reporter.update", "from_actors",
+        "load_agent", "evaluate", "SESSION", "GAME, NETWORK", "Reporter", "Reporter.__init__", "Reporter.report", "Reporter.update", "from_actors",
         "learn", "train",
     },
 }  # fmt: skip
@@ -38,7 +38,7 @@ ONLY = {
     "appo_pbt_doom.py": (
         "Args.eval_policies", "Args.num_policies", "Args.opponents", "Args.pbt_", "Args.policy_settings", "Args.scenario_dir", "Args.with_pbt",
         "EIGHT", "MATCH", "RULES", "MEASUREMENTS", "OBJECTIVES", "ITEMS", "WEIGHTS", "SHAPING", "SCORES", "shaping_of", "Scenario.", "Player", "GameLost", "DoomEnv",
-        "make_env", "table_of_policies", "Batch.inactive", "REPLY", "Seat", "Games.begin", "own_group", "last_words", "Actors.groups", "Replies",
+        "make_env", "WITHOUT_USE", "table_of_policies", "Batch.inactive", "REPLY", "Seat", "Games.begin", "own_group", "last_words", "Actors.groups", "Replies",
         "Learner.become", "Control", "TUNED", "mutate", "starting_genes", "default_genes", "Population", "policy_folder", "policy_process", "train_policy", "wilson",
         "start_fork_server", "watch", "check_memory",
     ),

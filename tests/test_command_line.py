@@ -40,7 +40,7 @@ def scalars(folder: Path) -> dict[str, list]:
 
 @pytest.mark.parametrize(
     "name, game, other, learning_rate, screen",
-    [("appo_doom", "basic", "battle", "0.0001", (480, 640, 3)), ("appo_atari", "Breakout-v5", "Pong-v5", "0.00025", (840, 640, 3))],
+    [("appo_doom", "basic", "battle", "0.0004", (480, 640, 3)), ("appo_atari", "Breakout-v5", "Pong-v5", "0.00025", (840, 640, 3))],
 )
 def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, screen):
     script = ROOT / f"{name}.py"
@@ -90,11 +90,13 @@ def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, 
 
     video = imageio.get_reader(tmp_path / "e" / "video.mp4")
     frames = [frame for frame in video]
-    assert frames[0].shape == screen and frames[0].std() > 5 and len(frames) > 5
+    assert frames[0].shape == screen and frames[0].std() > 5 and len(frames) >= 3  # an episode of `basic` may be one shot
     assert any((one != two).any() for one, two in zip(frames, frames[1:]))
 
     r = run("--experiment", "e", "--env-id", other, script=script)
     assert r.wait(30) == 2 and f"env_id {game} -> {other}" in r.text()
+    r = run("--experiment", "e", "--env-id", other, "--evaluate", script=script)
+    assert r.wait(30) == 2 and f"does not fit {other}, or this version" in r.text(), "its actions are others"
     r = run("--experiment", "e", "--total-timesteps", "100", script=script)
     assert r.wait(60) == 0 and "steps already; raise --total-timesteps" in r.text() and "workers x" not in r.text()
 

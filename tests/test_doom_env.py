@@ -127,7 +127,8 @@ def test_measurements_and_shaping():
     assert env.bonus(state(2, 9, 70, 0), state(2, 9, 40, 0)) == pytest.approx(-30 * 0.003 + held)
     assert env.bonus(state(2, 9, 70, 0), state(2, 0, 70, 0)) == 0, "no ammunition, no bonus"
     assert env.bonus(state(2, 9, 70, 0), state(4, 9, 70, 0)) == 0, "a weapon just drawn"
-    env.weapons.extend([4] * 5)
+    env.weapons.extend([4] * 2)
+    assert env.bonus(state(4, 9, 70, 0), state(4, 9, 70, 0)) == 0, "the fourth step"
     assert env.bonus(state(4, 9, 70, 0), state(4, 9, 70, 0)) == pytest.approx(5 * held), (
         "of the weapon held, not always of the best"
     )

@@ -180,6 +180,24 @@ def test_ctrl_c_in_a_terminal_while_actors_import(run, seconds):
     assert "stopped: 0 steps" in r.text() and "Traceback" not in r.text()
 
 
+def test_ctrl_c_while_the_fork_server_starts_is_kept(monkeypatch):
+    """The fork server must not get it, and the main process must not lose it."""
+    got, blocked = [], []
+
+    def ensure_running():
+        os.kill(os.getpid(), signal.SIGINT)
+        blocked.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", ensure_running)
+    handler = signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
+    try:
+        context = SimpleNamespace(set_forkserver_preload=lambda modules: None)
+        appo_doom.Actors.start_all(SimpleNamespace(context=context, args=SimpleNamespace(num_workers=0)))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert blocked == [True] and got == [signal.SIGINT]
+
+
 def test_actor_killed_while_its_games_start(run):
     """Their files have names yet. No process has mapped them any more, so that only the kernel can tell whose they are."""
     before = shared_memory()

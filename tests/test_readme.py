@@ -24,7 +24,7 @@ import plot  # noqa: E402
 
 README, MEASUREMENTS = (ROOT / "README.md").read_text(), (ROOT / "benchmark" / "README.md").read_text()
 TEXTS = {"README.md": README, "benchmark/README.md": MEASUREMENTS}
-FLAGS = {"help", "logdir"} | {
+FLAGS = {"help", "logdir", "no-deps"} | {
     prefix + field.name.replace("_", "-")
     for options in (appo_doom.Args, appo_atari.Args, appo_pbt_doom.Args, dummy_sampler.Options, animation.Options)
     for field in fields(options)

@@ -29,7 +29,7 @@ def test_settings_and_seeds(tmp_path):
     assert set(curves) == {"", "vf-coef=0.25"} and all(set(runs) == {1} for runs in curves.values())
     for runs in curves.values():
         assert (np.diff(runs[1][:, 1]) > 0).all() and -500 < runs[1][:, 2].mean() < 100
-    assert "| `vf-coef=0.25` | 1 |" in first.stdout and "(1 of 1 runs) | - (0 of 1 runs)" in first.stdout
+    assert "| `vf-coef=0.25` | 1 |" in first.stdout and "(1 of 1) | - (0 of 1)" in first.stdout
     before = out.read_text()
     assert '"command": "' in before and "--vf-coef=0.25" in before and '"cpu"' in before
     again = run("", "vf-coef=0.25")
@@ -61,6 +61,6 @@ def test_the_table():
     text = seeds.table({"": {1: curve((0, 0), (100_000, 10)), 2: curve((0, 0), (50_000, 0), (100_000, 4))},
                         "x": {1: curve((0, 2), (100_000, 2))}}, [4])  # fmt: skip
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert rows[2][:3] == ["default", "2", "100k (2 of 2 runs)"] and rows[3][:3] == ["`x`", "1", "- (0 of 1 runs)"]
+    assert rows[2][:3] == ["default", "2", "100k (2 of 2)"] and rows[3][:3] == ["`x`", "1", "- (0 of 1)"]
     assert rows[2][3].startswith("3.00 (1.00 to 5.00)"), "means over steps of 5 and of 1"
     assert rows[2][4].startswith("7.00 (4.00 to 10.00)") and rows[3][3].startswith("2.00 (2.00 to 2.00)")
