@@ -161,7 +161,6 @@ class Args:
     reward_scale: float = 1.0  # rewards are multiplied by this (on top of the environment's own scale)
     reward_clip: float = 10.0  # then clipped to +- this
     normalize_input: bool = True  # every pixel and measurement, by its running mean and variance; off: pixels / 255
-    normalize_returns: bool = False  # values and their losses in units of their own (PopArt)
     rnn_type: Literal["gru", "lstm", "none"] = "gru"  # the recurrent core
     hidden_size: int = 512  # units of the encoder's last layer and of the recurrent core
 
@@ -659,41 +658,6 @@ def init_layer(layer: nn.Module) -> nn.Module:
     return layer
 
 
-class PopArt(nn.Module):
-    """A value head in units of its own (van Hasselt et al. 2016; with V-trace Hessel et al. 2019). `linear` predicts
-    (value - mean) / std, with the running mean and standard deviation of V-trace's targets. When these move, `linear`
-    is rescaled so that no value changes. There is one mean and one deviation for each output."""
-
-    MEMORY = 1_000_000  # samples that the statistics remember: from then on older ones fade, as returns grow
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.linear = linear
-        for name, value in dict(count=0.0, mean=0.0, std=1.0).items():
-            self.register_buffer(name, torch.full((linear.out_features,), value))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., features] -> values in the reward's units [..., outputs]"""
-        return self.linear(x) * self.std + self.mean
-
-    @torch.no_grad()
-    def update(self, targets: torch.Tensor, mask: torch.Tensor) -> None:
-        """targets [N, outputs] in the reward's units, of which bool mask [N, outputs] count; merges two sets of
-        statistics as Normalizer.update does."""
-        n = mask.sum(0)
-        mean = (targets * mask).sum(0) / n.clamp(min=1)
-        var = ((targets - mean).square() * mask).sum(0) / n.clamp(min=1)
-        total = self.count + n
-        share, delta = n / total.clamp(min=1), mean - self.mean
-        var = (1 - share) * self.std.square() + share * var + share * (1 - share) * delta.square()
-        old_mean, old_std = self.mean.clone(), self.std.clone()
-        self.mean.add_(share * delta)
-        self.std.copy_(var.sqrt().clamp(min=1e-4))  # Hessel et al. 2019
-        self.linear.weight.mul_((old_std / self.std).unsqueeze(-1))
-        self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
-        self.count.copy_(total.clamp(max=self.MEMORY))
-
-
 class Agent(nn.Module):
     """The network of the Sample Factory paper: convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride), a layer
     of `hidden_size`, joined by two layers of 128 for the vector, then a recurrent core, then value and logits. ELU."""
@@ -724,7 +688,7 @@ class Agent(nn.Module):
         if args.rnn_type != "none":
             self.core = (nn.GRU if args.rnn_type == "gru" else nn.LSTM)(core_input, args.hidden_size)
         head_input = args.hidden_size if args.rnn_type != "none" else core_input
-        self.critic = PopArt(init_layer(nn.Linear(head_input, 1)))
+        self.critic = init_layer(nn.Linear(head_input, 1))
         self.actor = init_layer(nn.Linear(head_input, sum(spaces.heads)))
         self.to(memory_format=torch.channels_last)  # as images come: height, width, channel
 
@@ -847,9 +811,8 @@ class Batch(NamedTuple):
     size: int  # samples in mask, on the host
 
 
-def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Returns the loss, the targets
-    float32 [T, B], and metrics, on the device."""
+def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device."""
     logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
@@ -870,11 +833,9 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     policy_loss = -mean(torch.min(ratio * advantages, clipped * advantages))
 
     target, old = vs[:-1], batch.values
-    unit = agent.critic.std  # of the value error and its clip: 1 without --normalize-returns
-    reach = args.ppo_clip_value * unit
-    clipped_values = old + torch.clamp(values[:-1] - old, -reach, reach)
-    value_error = torch.max((values[:-1] - target).square(), (clipped_values - target).square()) / unit.square()
-    value_loss = mean(value_error)
+    value_error = (values[:-1] - target).square()
+    clipped_error = (old + (values[:-1] - old).clamp(-args.ppo_clip_value, args.ppo_clip_value) - target).square()
+    value_loss = mean(torch.max(value_error, clipped_error))
 
     exploration = -mean(entropy) if args.exploration_loss == "entropy" else mean(symmetric_kl).clamp(max=30.0)
     loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
@@ -892,7 +853,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
             "vtrace/rho_mean": mean(ratio.clamp(max=args.vtrace_rho)),
             "vtrace/rho_clipfrac": mean((ratio > args.vtrace_rho).float()),
         }
-    return loss, target, metrics
+    return loss, metrics
 
 
 # ======================================================================================================================
@@ -1427,15 +1388,13 @@ class Learner:
         for epoch in range(self.args.num_epochs):
             if epoch:
                 self.publish()
-            loss, target, metrics = appo_loss(self.args, self.agent, batch)
+            loss, metrics = appo_loss(self.args, self.agent, batch)
             self.optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
             if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
                 raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
             self.optimizer.step()
-        if self.args.normalize_returns:
-            self.agent.critic.update(target.reshape(-1, 1), batch.mask.reshape(-1, 1))
         metrics["losses/grad_norm"] = grad_norm
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}

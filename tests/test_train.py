@@ -1,7 +1,6 @@
 """The real `train` over the counting environment, in this process: versions, lag, what a resumed run goes on with."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,41 +123,3 @@ def test_a_resumed_run_does_not_play_the_same_games_again(appo, train, iteration
         assert train(num_workers=workers, batch_size=20, total_timesteps=steps) == 0
         sessions.append({environment for *_, environments in iterations for environment in environments})
     assert len(set.union(*sessions)) == 3 * 4
-
-
-def test_rewards_of_another_size_are_learned_alike(appo, tmp_path):
-    """With normalised returns: rewards times 100 give the same losses and the same actions, once the statistics have seen them."""
-
-    def session(scale: float, checkpoint: Path | None = None) -> list:
-        args = appo.resolve(appo.Args(num_workers=0, num_envs_per_worker=8, rollout=5, hidden_size=32, device="cpu", precision="float32",
-                                      normalize_returns=True, reward_scale=scale, reward_clip=1e9))  # fmt: skip
-        torch.manual_seed(1)
-        spaces, device, seen, stop = appo.spaces_of(args), torch.device("cpu"), [], []
-        agent = appo.Agent(spaces, args)
-        learner = appo.Learner(args, agent, appo.Inference(args, spaces, agent, device), device)
-        acting = learner.inference.acting
-        if checkpoint:
-            content = torch.load(checkpoint, weights_only=True)
-            for name in ("mean", "std"):
-                content["agent"][f"critic.{name}"] *= scale
-            learner.load(content)
-        for slots in appo.in_process(args, learner, stop, learner.version):
-            actions = learner.inference.rollouts.actions[:, slots].clone()
-            metrics = learner.iterate(slots)
-            for name, tensor in acting.current.agent.critic.state_dict().items():
-                assert torch.equal(tensor, agent.critic.state_dict()[name]), "published with the weights"
-            seen.append((actions, metrics, agent.critic.mean.item(), agent.critic.std.item()))
-            if len(seen) == 12:
-                stop.append(True)
-        appo.save_checkpoint(tmp_path / "checkpoints" / f"{scale}.pth", learner)
-        return seen
-
-    session(1.0)
-    start = (tmp_path / "checkpoints" / "1.0.pth").rename(tmp_path / "start.pth")
-    one, hundred = session(1.0, start), session(100.0, start)
-    assert one[0][2:] != one[-1][2:], "the statistics move meanwhile"
-    for (actions, metrics, *statistics), (actions100, metrics100, *statistics100) in zip(one, hundred):
-        assert torch.equal(actions, actions100)
-        for name in ("policy_loss", "value_loss", "entropy", "grad_norm", "explained_variance"):
-            assert metrics[f"losses/{name}"] == pytest.approx(metrics100[f"losses/{name}"], rel=1e-3, abs=1e-5), name
-        assert [100 * number for number in statistics] == pytest.approx(statistics100, rel=1e-4)
