@@ -865,12 +865,12 @@ class Actors:
 
     def start_all(self) -> None:
         self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-        # Blocked signals are inherited: a terminal's Ctrl-C is for the main process alone, from an actor's first
-        # moment on. One that comes meanwhile is ours when we unblock.
-        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
+        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
+        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         multiprocessing.forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         for worker in range(self.args.num_workers):
             self.start(worker)
 
@@ -1592,12 +1592,12 @@ def train(typed: Args, folder: Path) -> int:
     cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
-    lag = 0.0 if args.sync else (rows / (2 * B) + args.max_batches_ahead) * args.num_epochs
+    lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # where the learner is slowest
     for line in (
         f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
         f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
-        f"({B} rollouts of {T} steps) per update; expected lag about {lag:.1f} versions",
+        f"({B} rollouts of {T} steps) per update; expected lag up to {lag:.1f} versions",
         f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the games' own, "
         f"{mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
         f"up to {args.total_timesteps:,} steps = {args.total_timesteps * args.frameskip:,} frames; files in {folder}",

@@ -204,13 +204,16 @@ class Args:
             self.env_id = Path(self.cfg_path).stem
             if os.path.exists(self.cfg_path):  # else ViZDoom looks among its own scenarios
                 self.cfg_path = os.path.abspath(self.cfg_path)
+        if self.scenario_dir:  # engines are started in another folder
+            self.scenario_dir = os.path.abspath(self.scenario_dir)
 
 
 # The ranges of numeric flags; of those not named, 1 to infinity for whole numbers and 0.0 to infinity for others
 LOWEST = dict(seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0, pbt_perturb_min=1.0,
-              pbt_perturb_max=1.0)  # fmt: skip
+              pbt_perturb_max=1.0, keep_checkpoints=2)  # fmt: skip
 HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, pbt_replace_fraction=0.5, pbt_mutation_rate=1.0,
                num_policies=16, num_workers=234)
+# keep_checkpoints: a donor that saves meanwhile must not delete what its copy reads.
 # Of the last two: a process can be given 256 file descriptors. Of an actor's each mailbox takes 13, of a policy's each
 # actor one.
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
@@ -1240,58 +1243,59 @@ def game_seed(*entropy: int) -> int:
 def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int, table: np.ndarray,
           mailboxes: list[Mailbox], request_pipes: list, reply_pipe, error_pipe) -> None:  # fmt: skip
     """Body of an actor process. All actors write to a policy's request pipe. What comes from this actor's reply pipe is
-    the number of a split for which one policy's actions are in its mailbox. The error pipe receives lines for the log
-    and the traceback, as raw text."""
-    own_group()
+    the number of a split for which one policy's actions are in its mailbox. The error pipe receives lines for the
+    log, as raw text."""
     faulthandler.register(signal.SIGUSR1, file=error_pipe.fileno())  # the main process asks a hung actor where it hangs
     if core is not None:
         os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
     os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
     torch.set_num_threads(1)
-    try:
-        numpys, S, P = [mailbox.numpy() for mailbox in mailboxes], args.worker_num_splits, args.num_policies
-        missing = [P] * S  # policies whose actions a split still waits for
+    numpys, S, P = [mailbox.numpy() for mailbox in mailboxes], args.worker_num_splits, args.num_policies
+    missing = [P] * S  # policies whose actions a split still waits for
 
-        def log(text: str) -> None:
-            os.write(error_pipe.fileno(), f"{text}\n".encode())
+    def log(text: str) -> None:
+        os.write(error_pipe.fileno(), f"{text}\n".encode())
 
-        def request(split: int) -> None:
-            missing[split] = P
-            for numpy, pipe in zip(numpys, request_pipes):
-                numpy.requests[worker * S + split] += 1
-                os.write(pipe.fileno(), REQUEST.pack(worker * S + split, incarnation))
-            # From here on the split's rows belong to inference, until every policy's reply names it.
+    def request(split: int) -> None:
+        missing[split] = P
+        for numpy, pipe in zip(numpys, request_pipes):
+            numpy.requests[worker * S + split] += 1
+            os.write(pipe.fileno(), REQUEST.pack(worker * S + split, incarnation))
+        # From here on the split's rows belong to inference, until every policy's reply names it.
 
-        games = Games(args, worker, table, numpys, seed, log)
-        for split in range(S):
-            games.reset(split)
+    games = Games(args, worker, table, numpys, seed, log)
+    for split in range(S):
+        games.reset(split)
+        request(split)
+    while reply := os.read(reply_pipe.fileno(), REPLY.size):  # empty when the pipe is closed: the run is over
+        split, to = REPLY.unpack(reply)
+        missing[split] -= to == incarnation  # else it is for the actor before this one
+        if not missing[split]:
+            games.step(split)
             request(split)
-        while reply := os.read(reply_pipe.fileno(), REPLY.size):  # empty when the pipe is closed: the run is over
-            split, to = REPLY.unpack(reply)
-            missing[split] -= to == incarnation  # else it is for the actor before this one
-            if not missing[split]:
-                games.step(split)
-                request(split)
-        games.close()
+    games.close()
+
+
+def process_body(error_pipe, niced: bool, body, *arguments) -> None:
+    """What every process but the main one runs: `body`, in a process group that can be ended even after the process is
+    dead. The error pipe receives the traceback, as raw text."""
+    os.setsid()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
+            with contextlib.suppress(OSError):
+                os.set_inheritable(fd, False)
+    threading.Thread(target=watch_parent, args=(niced,), daemon=True).start()
+    try:
+        body(*arguments)
     except BaseException:
         with contextlib.suppress(OSError):
             os.write(error_pipe.fileno(), traceback.format_exc().encode()[-60_000:])
         os._exit(1)  # without closing the games, which may hang: the main process ends our process group
 
 
-def own_group() -> None:
-    """First act of every process but the main one: a process group that can be ended even after the process is dead."""
-    os.setsid()
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
-            with contextlib.suppress(OSError):
-                os.set_inheritable(fd, False)
-    threading.Thread(target=watch_parent, daemon=True).start()
-
-
-def watch_parent() -> None:
+def watch_parent(niced: bool = True) -> None:
     """A daemon thread of every other process: when the main process dies, however it dies, nothing stays behind."""
-    parent, pause = [mp.parent_process().sentinel], 0.0
+    parent, pause = [mp.parent_process().sentinel], 0.0 if niced else None
     while not multiprocessing.connection.wait(parent, timeout=pause):
         # With autogroup scheduling nice only compares processes of one session. setsid made us a new one, so that is
         # niced too. From users other than root the kernel accepts this once per 100 ms, machine-wide: retry.
@@ -1345,6 +1349,13 @@ class Actors:
         self.seconds = [0.0] * args.num_workers  # how long it has been at work without any progress
 
     def start_all(self) -> None:
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
+        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
+        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        multiprocessing.forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         for worker in range(self.args.num_workers):
             self.start(worker)
 
@@ -1363,7 +1374,8 @@ class Actors:
         self.error_pipes[worker], error_pipe = self.context.Pipe(duplex=False)
         arguments = (args, worker, incarnation, core, seed, self.table[groups], self.mailboxes, self.request_pipes,
                      self.reply_pipes[worker][0], error_pipe)  # fmt: skip
-        process = self.context.Process(target=actor, name=f"actor {worker}", args=arguments, daemon=True)
+        arguments = (error_pipe, True, actor, *arguments)
+        process = self.context.Process(target=process_body, name=f"actor {worker}", args=arguments, daemon=True)
         process.start()
         self.processes[worker] = process
         error_pipe.close()
@@ -1885,7 +1897,7 @@ class Reporter:
             bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
         objective = scalars.get(OBJECTIVES[self.args.pbt_target_objective])
         lag = self.metrics.get("lag/mean", 0)
-        self.control.send(("report", dict(step=step, fps=fps, lag=lag, bottleneck=bottleneck, objective=objective)))
+        self.control.send(dict(step=step, fps=fps, lag=lag, bottleneck=bottleneck, objective=objective))
 
 
 class Control:
@@ -1896,24 +1908,21 @@ class Control:
 
     def check(self) -> None:
         """The learner's thread calls this often: obeys the main process."""
+        learner = self.learner
         while self.pipe.poll():
             order, content = self.pipe.recv()
-            learner = self.learner
             if order == "stop":
                 self.stop_signals.append(order)
-            elif order == "save":
-                save_latest(self.checkpoints, learner, learner.args.keep_checkpoints)
-                self.pipe.send(("saved", None))
-            elif order == "become":  # with the donor's folder or None, and numbers for Args
+                continue
+            if order == "become":  # with the donor's folder or None, and numbers for Args
                 donor, genes = content
                 if donor is not None:
                     learner.become(load_checkpoint(donor, "latest", print))
                 for name, value in genes.items():
                     setattr(learner.args, name, value)
                 learner.optimizer.param_groups[0]["lr"] = learner.args.learning_rate
-                if donor is not None:  # population.json says so already
-                    save_latest(self.checkpoints, learner, learner.args.keep_checkpoints)
-                self.pipe.send(("became", None))
+            save_latest(self.checkpoints, learner, learner.args.keep_checkpoints)  # "save" is only this
+            self.pipe.send(dict(answered=True))
 
 
 def from_actors(actors: Control, learner: Learner, count: int, stop_signals: list[int]):
@@ -1980,7 +1989,6 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
     thread = threading.Thread(target=inference.run, args=(Replies(args, mailbox, reply_pipes),), daemon=True)
     orders = Control(control, learner, checkpoints, stop_signals)
     source = from_actors(orders, learner, args.batch_size // args.rollout, stop_signals)
-    control.send(("ready", learner.global_step))
     thread.start()
     try:
         with own_stream(device, args.learner_threads), contextlib.closing(source):
@@ -1990,18 +1998,7 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
         inference.stop()
         thread.join(10)
         inference.unpin()
-    control.send(("ended", learner.global_step))
-
-
-def policy_process(error_pipe, *arguments) -> None:
-    """Body of a policy's process. The error pipe receives the traceback, as raw text."""
-    own_group()
-    try:
-        train_policy(*arguments)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.write(error_pipe.fileno(), traceback.format_exc().encode()[-60_000:])
-        os._exit(1)
+    control.send(dict(step=learner.global_step))
 
 
 TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value", "gamma")
@@ -2028,6 +2025,9 @@ def starting_genes(args: Args) -> list[dict[str, float]]:
         if name not in numbers:
             near = difflib.get_close_matches(name, numbers, cutoff=0.3) or list(numbers)
             raise UserError(f"--policy-settings {text}: {name} cannot differ; did you mean {' or '.join(near)}?")
+        low, high = LOWEST.get(name, 0.0), HIGHEST.get(name, np.inf)
+        if hasattr(args, name) and not low <= value <= high:
+            raise UserError(f"--policy-settings {text} is out of range: {low} to {high}")
         one[name] = value
     return genes
 
@@ -2066,7 +2066,6 @@ class Population:
         self.mailboxes = [Mailbox(spaces, rows, W, W * S, len(shaping_of(args))) for _ in self.genes]
         self.request_pipes = [self.context.Pipe(duplex=False) for _ in self.genes]
         self.reports = [dict(step=step, fps=0.0, lag=0.0, bottleneck="", objective=None) for step in steps]
-        self.answers: list[list] = [[] for _ in self.genes]
         self.processes, self.controls, self.error_pipes = [], [], []
         self.rng, self.spaces = random.Random(f"{args.seed} {self.session}"), spaces
         for index in range(args.num_policies):
@@ -2102,10 +2101,11 @@ class Population:
                 setattr(args, name, value)
             control, far_control = self.context.Pipe()
             error_pipe, far_error_pipe = self.context.Pipe(duplex=False)
-            arguments = (far_error_pipe, args, index, policy_folder(self.folder, index), self.spaces,
-                         self.mailboxes[index], self.request_pipes[index], [writer for _, writer in reply_pipes],
-                         far_control)  # fmt: skip
-            process = self.context.Process(target=policy_process, name=f"policy {index}", args=arguments, daemon=True)
+            arguments = (args, index, policy_folder(self.folder, index), self.spaces, self.mailboxes[index],
+                         self.request_pipes[index], [writer for _, writer in reply_pipes], far_control)  # fmt: skip
+            # Not niced: where cores are short, inference and learning come before the games.
+            arguments = (far_error_pipe, False, train_policy, *arguments)
+            process = self.context.Process(target=process_body, name=f"policy {index}", args=arguments, daemon=True)
             process.start()
             far_control.close()
             far_error_pipe.close()
@@ -2113,28 +2113,25 @@ class Population:
             self.controls.append(control)
             self.error_pipes.append(error_pipe)
 
+    def read(self, index: int) -> None:
+        with contextlib.suppress(EOFError, ConnectionError):  # the policy has ended
+            while self.controls[index].poll():
+                self.reports[index] |= self.controls[index].recv()
+
     def check(self) -> None:
         """Reads what the policies report. Raises RuntimeError when one has died."""
-        for index, (process, control) in enumerate(zip(self.processes, self.controls)):
-            with contextlib.suppress(EOFError, ConnectionError):
-                while control.poll():
-                    kind, content = control.recv()
-                    if kind == "report":
-                        self.reports[index] = content
-                    elif kind in ("ready", "ended"):
-                        self.reports[index]["step"] = content
-                    if kind != "report":
-                        self.answers[index].append(kind)
-            if not process.is_alive() and "ended" not in self.answers[index]:
+        for index, process in enumerate(self.processes):
+            self.read(index)
+            if not process.is_alive():
                 text = last_words(self.error_pipes[index])
                 raise RuntimeError(f"policy {index} died (exit code {process.exitcode})\n{text}".strip())
 
     def ask(self, index: int, order: str, content, check) -> None:
         """Waits until a policy has done it; calls `check` meanwhile. Raises RuntimeError when it dies."""
-        self.answers[index].clear()
+        self.reports[index]["answered"] = False
         with contextlib.suppress(OSError):  # it has died, as `check` will say
             self.controls[index].send((order, content))
-        while not self.answers[index]:
+        while not self.reports[index]["answered"]:
             check()
             self.check()
             multiprocessing.connection.wait([self.controls[index]], timeout=0.5)
@@ -2144,41 +2141,40 @@ class Population:
         become mutated copies of one of the best if the gap is large enough, all others are mutated. Policy 0 can be
         replaced, but never mutates."""
         args, objectives = self.args, [report["objective"] for report in self.reports]
-        due = max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps)
-        if None in objectives or min(report["step"] for report in self.reports) < due:
+        made = min(report["step"] for report in self.reports)
+        if None in objectives or made < max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps):
             return
-        self.exchanged = due
+        self.exchanged = made
         P = args.num_policies
         order = sorted(range(P), key=lambda index: objectives[index], reverse=True)
         k = min(math.ceil(args.pbt_replace_fraction * P), P // 2)
         for index in range(P):
-            step, donor, before = self.reports[index]["step"], None, self.genes[index]
-            if index in order[-k:] and k:
-                donor = self.rng.choice(order[:k])
-                gap, size = objectives[donor] - objectives[index], max(map(abs, (objectives[donor], objectives[index])))
-                if gap <= args.pbt_replace_reward_gap_absolute or gap <= args.pbt_replace_reward_gap * size:
-                    donor = None
-            genes = self.genes[index if donor is None else donor]
+            step, before, donor = self.reports[index]["step"], self.genes[index], index  # donor: of its weights
+            if index in order[P - k :]:
+                best = self.rng.choice(order[:k])
+                gap, size = objectives[best] - objectives[index], max(abs(objectives[best]), abs(objectives[index]))
+                if gap > max(args.pbt_replace_reward_gap_absolute, args.pbt_replace_reward_gap * size):
+                    donor = best
+            genes, place = dict(self.genes[donor]), None
             if index not in order[:k] and index:
                 genes = mutate(args, genes, self.defaults, self.rng)
-            kind = "replaced" if donor is not None else "kept" if genes == before else "mutated"
-            self.genes[index] = dict(genes)
-            if donor is not None:
+            kind = "replaced" if donor != index else "kept" if genes == before else "mutated"
+            self.genes[index] = genes
+            if donor != index:
                 self.ask(donor, "save", None, check)
+                place = policy_folder(self.folder, donor) / "checkpoints"
             if kind != "kept":
-                place = None if donor is None else policy_folder(self.folder, donor) / "checkpoints"
                 self.ask(index, "become", (place, self.settings(index)), check)
                 self.write_shaping(index)
             self.save()
             text = f"step {step:,}: policy {index} ({args.pbt_target_objective} {objectives[index]:.2f}) is {kind}"
-            if donor is not None:
+            if donor != index:
                 text += f" by policy {donor} ({objectives[donor]:.2f})"
             changed = [name for name in genes if genes[name] != before[name]]
             self.log(text + "".join(f", {name} {before[name]:.4g} -> {genes[name]:.4g}" for name in changed))
-            weights_of = index if donor is None else donor
-            for name, value in (genes | dict(objective=objectives[index], weights_of=weights_of)).items():
+            for name, value in (genes | dict(objective=objectives[index], weights_of=donor)).items():
                 writer.add_scalar(f"pbt/{name}/{index}", value, step)
-            self.write_row([step, index, kind, weights_of, objectives[index], *genes.values()])
+            self.write_row([step, index, kind, donor, objectives[index], *genes.values()])
 
     def write_rows(self, kind: str) -> None:
         """Where the policies are when a session begins or ends."""
@@ -2186,11 +2182,9 @@ class Population:
             self.write_row([report["step"], index, kind, index, report["objective"], *self.genes[index].values()])
 
     def write_row(self, row: list) -> None:
-        path = self.folder / "pbt.csv"
-        new = not path.exists()
-        with open(path, "a", newline="") as file:
+        with open(self.folder / "pbt.csv", "a", newline="") as file:
             rows = csv.writer(file)
-            if new:
+            if file.tell() == 0:  # new
                 rows.writerow(["step", "policy", "kind", "weights_of", "objective", *self.genes[0]])
             rows.writerow(row)
 
@@ -2202,8 +2196,9 @@ class Population:
         deadline = time.monotonic() + patience
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        for process in self.processes:
+        for index, process in enumerate(self.processes):
             process.kill()
+            self.read(index)  # its last step
 
 
 # ======================================================================================================================
@@ -2239,8 +2234,8 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
         pairs = [(i, j) for i in range(C) for j in range(i + 1, C)] or [(0, 0)]
         table = np.array([[pair[(seat + turn) % 2] for seat in range(seats)] for pair in pairs for turn in range(2)])
     rows = np.bincount(table.ravel(), minlength=C)
-    mailboxes = [Mailbox(spaces, count, 1, 1, len(shaping_of(used))) for count in rows]  # unshaped: scores are raw
     check_shared_memory(spaces, int(rows.sum()))
+    mailboxes = [Mailbox(spaces, count, 1, 1, len(shaping_of(used))) for count in rows]  # unshaped: scores are raw
     games = Games(used, 0, table[None], [mailbox.numpy() for mailbox in mailboxes], used.seed, print)
     states = [torch.zeros(count, agent.state_size, device=device) for count, agent in zip(rows, agents)]
     torch.manual_seed(args.seed)
@@ -2421,14 +2416,16 @@ def train(typed: Args, folder: Path) -> int:
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     population.save()
-    lag = 0.0 if args.sync else (rows / (2 * B) + args.max_batches_ahead) * args.num_epochs
+    lag = 0.0 if args.sync else slots_needed(args, rows) / B * args.num_epochs  # where the learner is slowest
     for line in (
         f"{args.env_id}: {P} policies of {parameters:,} parameters on {args.device}, encoder in {args.precision},"
         f" {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{W} workers x {args.num_envs_per_worker} games of {agents} agents in {args.worker_num_splits} splits;"
         f" each policy has {rows} rows",
-        f"{args.batch_size} samples ({B} rollouts of {args.rollout} steps) per update; expected lag about {lag:.1f}"
+        f"{args.batch_size} samples ({B} rollouts of {args.rollout} steps) per update; expected lag up to {lag:.1f}"
         " versions",
+        f"{sum(map(mebibytes, population.mailboxes)):.1f} MiB of shared memory beside the games' own;"
+        f" {slots_needed(args, rows)} slots for the rollouts of each policy",
         f"up to {args.total_timesteps:,} steps of each policy = {args.total_timesteps * args.frameskip:,} frames",
         f"files in {folder}",
     ):
@@ -2443,7 +2440,6 @@ def train(typed: Args, folder: Path) -> int:
             raise KeyboardInterrupt  # at once, without checkpoints
 
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    start_fork_server()
     request_pipes = [writer for _, writer in population.request_pipes]
     actors = Actors(args, table, population.mailboxes, request_pipes, population.session, log)
     writer = SummaryWriter(str(folder), flush_secs=10)
@@ -2459,8 +2455,6 @@ def train(typed: Args, folder: Path) -> int:
             signal.signal(number, signal.SIG_IGN)  # a signal during the clean-up would leave games behind
         population.stop(patience=0.0 if isinstance(sys.exception(), KeyboardInterrupt) else 30.0)
         actors.stop(patience=0.0 if isinstance(sys.exception(), KeyboardInterrupt) else 5.0)
-        with contextlib.suppress(RuntimeError):  # is raised already
-            population.check()  # the last reports
         population.save()
         population.write_rows("ended")
         writer.close()
@@ -2471,21 +2465,12 @@ def train(typed: Args, folder: Path) -> int:
     return 130 if stop_signals else 0
 
 
-def start_fork_server() -> None:
-    mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-    # Blocked signals are inherited: a terminal's Ctrl-C is for the main process alone, from a process's first
-    # moment on. One that comes meanwhile is ours when we unblock.
-    multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 def watch(args: Args, population: Population, actors: Actors, writer, log, stop_signals: list[int]) -> None:
     """The main process's loop: looks after actors and policies, shows how they do, and holds the exchanges."""
     started = shown = time.monotonic()
-    total = args.total_timesteps
-    with tqdm(total=total, desc=args.env_id, unit=" steps", unit_scale=True, dynamic_ncols=True, disable=None) as bar:
+    total, made = args.total_timesteps, int(population.step())
+    with tqdm(total=total, initial=made, desc=args.env_id, unit=" steps", unit_scale=True, dynamic_ncols=True,
+              disable=None) as bar:  # fmt: skip
         while not stop_signals:
             multiprocessing.connection.wait(population.controls, timeout=0.5)
             actors.check()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The curves of `battle`: three seeds of ours with the default flags and three of Sample Factory 2.1.1 in alternation; then one of
 # Sample Factory with our learning rate, and two more of ours, which count for steps only where something else runs beside them.
-# Machine: 2 cores without a GPU; by estimate 140 minutes. Not run to the end yet.
+# Machine: 2 cores without a GPU; by estimate three hours. It was run in pieces, see README.md.
 # Usage: [SF_PYTHON=.venv-sf/bin/python] benchmark/learning_battle.sh [FRESH FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -14,9 +14,9 @@ ours() {
 }
 for seed in 1 2 3; do
     ours "$seed"
-    "$here/sample_factory.sh" 1200 doom_battle "$seed" "$out/sf_$seed"
+    "$here/sample_factory.sh" 1790 doom_battle "$seed" "$out/sf_$seed"
 done
-"$here/sample_factory.sh" 1200 doom_battle 1 "$out/sf-4e-4_1" --learning_rate=4e-4
+"$here/sample_factory.sh" 1790 doom_battle 1 "$out/sf-4e-4_1" --learning_rate=4e-4
 ours 4
 ours 5
 python "$here/collect.py" curves "$here/results/learning_battle.csv" "$out"/ours_? "$out"/sf*_?

@@ -7,9 +7,6 @@ set -euo pipefail
 seconds=$1 env=$2 seed=$3 folder=$(realpath -m "$4")
 shift 4
 [[ ${SF_PYTHON:-} != */* ]] || SF_PYTHON=$(realpath -s "$SF_PYTHON")   # -s: a virtual environment's python is a link
-rm -rf "${folder:?}"   # else it resumes
-mkdir -p "$folder"
-cd "$folder"   # its engines write _vizdoom.ini where they are started
 common=(--env="$env" --seed="$seed" --algo=APPO --device=cpu --env_frameskip=4 --num_workers=2 --rollout=32 --batch_size=1024
         --num_batches_per_epoch=1 --num_epochs=1 --train_dir="$folder" --experiment=sf)
 case $env in
@@ -19,10 +16,15 @@ case $env in
             flags=(--use_rnn=False --recurrence=1 --env_agents=32 --num_envs_per_worker=1 --worker_num_splits=1 --async_rl=True
                    --serial_mode=False --with_vtrace=False) ;;
 esac
-# A process session of its own, so that all of it can be ended: when its main process dies its workers and engines go on.
-setsid "${SF_PYTHON:-python}" -m "$module" "${common[@]}" "${flags[@]}" "$@" > "$folder/out.txt" 2>&1 &
-session=$!
-disown
+start() {
+    rm -rf "${folder:?}"   # else it resumes
+    mkdir -p "$folder"
+    cd "$folder"   # its engines write _vizdoom.ini where they are started
+    # A process session of its own, so that all of it can be ended: when its main process dies its workers and engines go on.
+    setsid "${SF_PYTHON:-python}" -m "$module" "${common[@]}" "${flags[@]}" "$@" > "$folder/out.txt" 2>&1 &
+    session=$!
+    disown
+}
 declare -A files   # its shared memory: engines that are killed, or die by themselves, leave theirs
 note_files() {
     local file pid
@@ -36,8 +38,18 @@ stop() {
     for file in "${!files[@]}"; do rm -f "$file"; done
 }
 trap stop EXIT
-for ((second = 0; second < seconds; second++)); do
-    sleep 1
-    ((second >= 15)) || note_files   # of the game it starts first, only to look at it; later it would disturb what is measured
-    kill -0 "$session" 2> /dev/null || { echo "sample-factory ended by itself, see $folder/out.txt" >&2; exit 1; }
+for attempt in 1 2 3; do
+    start "$@"
+    for ((second = 0; second < seconds; second++)); do
+        sleep 1
+        ((second >= 15)) || note_files   # of the game it starts first, only to look at it; later it would disturb what is measured
+        kill -0 "$session" 2> /dev/null || { echo "sample-factory ended by itself, see $folder/out.txt" >&2; exit 1; }
+        if ((second == 45)) && (($(grep -o "Heartbeat connected on RolloutWorker_w." "$folder/out.txt" | sort -u | wc -l) < 2)); then
+            echo "a rollout worker of sample-factory is not there, which it would only notice after half an hour: starting it again" >&2
+            stop
+            continue 2
+        fi
+    done
+    exit 0
 done
+exit 1

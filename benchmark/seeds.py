@@ -7,8 +7,8 @@ Runs one after the other: the first seed with every setting, then the next seed.
 is the command as it stands. The same line again goes on: runs that OUT holds are not made again, and one that was cut off resumes.
 With --report the table is printed and nothing is trained.
 
-Only steps are compared, so other work may run beside it; it disturbs least with `nice -n 19` in front. The table has, for each setting,
-the median of the steps to each goal (a mean raw return of the last 100 episodes) and how many of the runs reached it, the mean return over all
+Steps are compared, not minutes. Still, nothing else should run beside it: it changes what everything waits for, with that the policy lag,
+and with the lag what is learned from a step. OUT has the mean lag of each run. The table has, for each setting, the median of the steps to each goal (a mean raw return of the last 100 episodes) and how many of the runs reached it, the mean return over all
 steps (the area under the curve) and over the last tenth of them. Ranges are 95 % bootstrap intervals of the mean over seeds; of two or
 three seeds they are too narrow.
 """
@@ -28,7 +28,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from collect import machine_and_engines, read  # noqa: E402
+from collect import machine_and_engines, read, read_events  # noqa: E402
 
 COLUMNS = ["setting", "seed", "seconds", "step", "return"]
 
@@ -76,7 +76,9 @@ def train(command: list[str], setting: str, seed: int, options: Options) -> None
         if value is not None:
             points.append((round(seconds, 1), step, round(value, 3)))
     resolved = json.loads((train_dir / name / "cfg.json").read_text())["resolved"]
-    about = dict(run=name, command=" ".join([*command, *flags[:-6]]), precision=resolved["precision"]) | machine_and_engines()
+    lag = statistics.mean(lag for _, _, lag in read_events(train_dir / name, "charts/SPS", "lag/mean"))
+    about = dict(run=name, command=" ".join([*command, *flags[:-6]]), precision=resolved["precision"], lag=round(lag, 2))
+    about |= machine_and_engines()
     new = not options.out.exists()
     with open(options.out, "a", newline="") as file:
         writer = csv.writer(file)

@@ -50,7 +50,7 @@ def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, 
         "parameters on cpu",
         "encoder in float32",
         "samples (8 rollouts of 8 steps)",
-        "expected lag about",
+        "expected lag up to",
         "MiB of shared memory",
         "frames",
     ):

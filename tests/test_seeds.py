@@ -31,7 +31,7 @@ def test_settings_and_seeds(tmp_path):
         assert (np.diff(runs[1][:, 1]) > 0).all() and -500 < runs[1][:, 2].mean() < 100
     assert "| `vf-coef=0.25` | 1 |" in first.stdout and "(1 of 1) | - (0 of 1)" in first.stdout
     before = out.read_text()
-    assert '"command": "' in before and "--vf-coef=0.25" in before and '"cpu"' in before
+    assert '"command": "' in before and '"lag": ' in before and "--vf-coef=0.25" in before and '"cpu"' in before
     again = run("", "vf-coef=0.25")
     assert again.returncode == 0 and "seed 1" not in again.stdout and out.read_text() == before
 
