@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The curves of `battle`: three seeds of ours with the default flags and three of Sample Factory 2.1.1 in alternation; then one of
-# Sample Factory with our learning rate, and two more of ours, which count for steps only where something else runs beside them.
-# Machine: 2 cores without a GPU; by estimate three hours. It was run in pieces, see README.md.
+# Sample Factory with our learning rate, and two more of ours. Nothing else should run beside it.
+# Machine: 2 cores without a GPU; by estimate three hours. Not run to the end yet.
 # Usage: [SF_PYTHON=.venv-sf/bin/python] benchmark/learning_battle.sh [FRESH FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -21,14 +21,12 @@ from seeds import read_curves as read_settings
 from seeds import table as compare_settings
 
 RESULTS = Path(__file__).resolve().parent / "results"
-BATTLE = sorted(path.name for path in RESULTS.glob("learning_battle*.csv"))  # one of each session
 README = Path(__file__).resolve().parent / "README.md"
 STYLE = {  # name, colour, line: to be told apart without colour too
     "ours": ("ours", "#0b5fa5", "-"),
     "plain": ("ours, --no-normalize-input", "#2b8a3e", ":"),
     "sync": ("ours, --sync", "#2b8a3e", ":"),
     "sf": ("Sample Factory 2.1.1", "#c2410c", "--"),
-    "sf-4e-4": ("Sample Factory 2.1.1, learning rate 4e-4", "#7048a8", "-."),
     "cleanrl": ("CleanRL (published)", "#7048a8", "-."),
 }
 PEERS = {
@@ -87,23 +85,6 @@ def learning_table() -> str:
     return table(["", "minutes to a mean return of 75 (three seeds)", "median", "steps"], rows)
 
 
-def battle_table() -> str:
-    """Frames in millions. "-": not reached; a run that is shorter than a column's frames is left out of that column."""
-    rows, systems, goal, after = [], read_curves(*BATTLE), 10, (1.5, 2.5)
-    for system, name in (("ours", "`python appo_doom.py --env-id battle`"), ("sf", "Sample Factory 2.1.1"),
-                         ("sf-4e-4", "the same with our learning rate, 4e-4")):  # fmt: skip
-        runs = systems.get(system, [])
-        first = [reached(points, goal) for points in runs]
-        row = [name, str(len(runs)), ", ".join(f"{point[0]:.1f}" if point else "-" for point in first),
-               ", ".join(f"{4e-6 * point[1]:.2f}" if point else "-" for point in first)]  # fmt: skip
-        for million in after:
-            long = [points for points in runs if 4e-6 * points[-1][1] >= million]
-            row.append(", ".join(f"{[kills for _, step, kills in points if 4e-6 * step <= million][-1]:.1f}" for points in long))
-        rows.append(row)
-    columns = ["", "seeds", f"minutes to {goal} kills", f"million frames to {goal}", *(f"kills at {million} million" for million in after)]
-    return table(columns, [row for row in rows if row[1] != "0"])
-
-
 def peers_table() -> str:
     result, rows = read_json("peers.json"), []
     for system, name in PEERS.items():
@@ -152,7 +133,7 @@ def settings_table(env_id: str, *goals: float) -> str:
     return compare_settings(read_settings(RESULTS / f"seeds_{env_id}.csv"), goals)
 
 
-TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table,
+TABLES = dict(learning=learning_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75),
               settings_lag=partial(settings_table, "lag", 5, 10),
@@ -321,7 +302,6 @@ def main() -> None:
     peers(plt)
     seeds(plt)
     curves(plt, "basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
-    curves(plt, "battle, 2 cores without a GPU", 10, "learning_battle.png", *BATTLE)
     curves(plt, "basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv", without="sf")
     curves(plt, "defend_the_center, --learning-rate 1e-4, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
     if (log := RESULTS / "pbt_basic.csv").exists():
