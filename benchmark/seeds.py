@@ -7,10 +7,12 @@ Runs one after the other: the first seed with every setting, then the next seed.
 is the command as it stands. The same line again goes on: runs that OUT holds are not made again, and one that was cut off resumes.
 With --report the table is printed and nothing is trained.
 
-Steps are compared, not minutes. Still, nothing else should run beside it: it changes what everything waits for, with that the policy lag,
-and with the lag what is learned from a step. OUT has the mean lag of each run. The table has, for each setting, the median of the steps to each goal (a mean raw return of the last 100 episodes) and how many of the runs reached it, the mean return over all
-steps (the area under the curve) and over the last tenth of them. Ranges are 95 % bootstrap intervals of the mean over seeds; of two or
-three seeds they are too narrow.
+Steps are compared, not minutes. Still, nothing else should run beside it: other work changes the policy lag, and with it what is learned
+from a step. OUT has the mean lag of each run.
+
+The table has, for each setting, the median of the steps to each goal (a mean raw return of the last 100 episodes) and how many of the runs
+reached it, the mean return over all steps (the area under the curve) and over the last tenth of them. Ranges are 95 % bootstrap intervals of
+the mean over seeds; of two or three seeds they are too narrow.
 """
 
 import csv
