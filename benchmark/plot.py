@@ -27,6 +27,7 @@ STYLE = {  # name, colour, line: to be told apart without colour too
     "plain": ("ours, --no-normalize-input", "#2b8a3e", ":"),
     "sync": ("ours, --sync", "#2b8a3e", ":"),
     "sf": ("Sample Factory 2.1.1", "#c2410c", "--"),
+    "sf-4e-4": ("Sample Factory, --learning_rate=4e-4", "#7048a8", ":"),
     "cleanrl": ("CleanRL (published)", "#7048a8", "-."),
 }
 PEERS = {
@@ -83,6 +84,21 @@ def learning_table() -> str:
         rows.append([name, ", ".join(f"{m:.1f}" for m in minutes), f"**{statistics.median(minutes):.1f}**",
                      ", ".join(f"{step / 1000:.0f}k" for step in sorted(steps))])  # fmt: skip
     return table(["", "minutes to a mean return of 75 (three seeds)", "median", "steps"], rows)
+
+
+def battle_table() -> str:
+    rows, systems = [], read_curves("learning_battle.csv")
+    for system, name in (("ours", "`python appo_doom.py --env-id battle`"), ("sf", "Sample Factory 2.1.1"),
+                         ("sf-4e-4", "the same, `--learning_rate=4e-4`")):  # fmt: skip
+        runs = systems[system]
+        to_ten = sorted(reached(points, 10) or (float("inf"), float("inf")) for points in runs)
+        kills = [sorted(np.interp(frames / 4, *zip(*((step, value) for _, step, value in points))) for points in runs)
+                 for frames in (1.5e6, 2.5e6)]  # fmt: skip
+        rows.append([name, ", ".join(f"{m:.1f}" if step < float("inf") else "-" for m, step in to_ten),
+                     ", ".join(f"{4 * step / 1e6:.1f}" if step < float("inf") else "-" for _, step in to_ten),
+                     *(", ".join(f"{value:.1f}" for value in values) for values in kills)])  # fmt: skip
+    columns = ("minutes to 10 kills (-: not reached)", "million frames to 10", "kills at 1.5 million frames", "at 2.5 million")
+    return table(["", *columns], rows)
 
 
 def peers_table() -> str:
@@ -302,6 +318,7 @@ def main() -> None:
     peers(plt)
     seeds(plt)
     curves(plt, "basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
+    curves(plt, "battle, 2 cores without a GPU", 10, "learning_battle.png", "learning_battle.csv")
     curves(plt, "basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv", without="sf")
     curves(plt, "defend_the_center, --learning-rate 1e-4, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
     if (log := RESULTS / "pbt_basic.csv").exists():

@@ -441,6 +441,56 @@ def test_a_population_trains_exchanges_stops_and_goes_on(start, tmp_path):
         assert newest(folder)["args"]["learning_rate"] == pytest.approx(genes["learning_rate"])
 
 
+# One agent. Which third of the image is bright says which of three actions is rewarded, 20 times an episode.
+BRIGHT = """
+class Env:
+    possible_agents, metadata = ["player_0"], {}
+
+    def observation_space(self, agent):
+        return gym.spaces.Box(0, 255, (36, 36, 3), np.uint8)
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(3)
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            self.random = random.Random(seed)
+        self.count, self.agents = 0, list(self.possible_agents)
+        return self.observations(), {"player_0": {}}
+
+    def observations(self):
+        self.bright, image = self.random.randrange(3), np.zeros((36, 36, 3), np.uint8)
+        image[:, 12 * self.bright : 12 * self.bright + 12] = 255
+        return {"player_0": image}
+
+    def step(self, actions):
+        self.count += 1
+        reward, over = float(actions["player_0"] == self.bright), self.count == 20
+        self.agents = [] if over else self.agents
+        return self.observations(), {"player_0": reward}, {"player_0": False}, {"player_0": over}, {"player_0": {}}
+
+    def close(self):
+        pass
+"""
+
+
+def test_a_population_mends_what_ruinous_learning_rates_spoil(start, tmp_path):
+    """Three of four policies begin with rates that learn nothing. In the end all of them play as well as the fourth: at each exchange
+    the worst becomes a copy of the best."""
+    edits = (GAME, "    return Env()\n"), ("\ndef make_env(", f"\n{BRIGHT}\n\ndef make_env(")
+    rates = "1:learning_rate=1e-8", "2:learning_rate=1e-8", "3:learning_rate=0.5"
+    r = start("--num-policies", "4", "--num-envs-per-worker", "8", "--frameskip", "1", "--gamma", "0", "--rnn-type", "none", "--learning-rate",
+              "0.002", "--with-pbt", "--pbt-start-mutation", "2000", "--pbt-period-env-steps", "1000", "--pbt-replace-fraction", "0.25",
+              "--policy-settings", *rates, edits=edits)  # fmt: skip
+    r.wait_for(lambda: float((re.findall(r"([\d.]+) worst", r.text()) or [0])[-1]) > 17, 150, "four good policies")
+    stop(r)
+    rows = [row for row in csv.DictReader(open(tmp_path / "e" / "pbt.csv")) if row["kind"] in ("kept", "mutated", "replaced")]
+    first = {row["policy"]: float(row["objective"]) for row in rows[:4]}
+    assert first.pop("0") > 17 and max(first.values()) < 12, first
+    assert [row["kind"] for row in rows].count("replaced") == 3
+    assert all(float(row["learning_rate"]) > 0.001 for row in rows if row["kind"] == "replaced")
+
+
 def test_what_was_sampled_before_a_replacement_is_not_learned_from(counting):
     args = counting.resolve(counting.Args(num_policies=1, num_workers=1, num_envs_per_worker=2, rollout=5, hidden_size=32, device="cpu",
                                           precision="float32", batch_size=20, max_policy_lag=7))  # fmt: skip
