@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The curves of `battle`: three seeds of ours with the default flags and three of Sample Factory 2.1.1 in alternation; then one of
 # Sample Factory with our learning rate, and two more of ours. Nothing else should run beside it.
-# Machine: 2 cores without a GPU; by estimate three hours. Not run to the end yet.
+# Machine: 2 cores without a GPU; three hours in float32. Not run to the end yet: no seed 3 of Sample Factory, nothing after it.
 # Usage: [SF_PYTHON=.venv-sf/bin/python] benchmark/learning_battle.sh [FRESH FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -90,14 +90,15 @@ def battle_table() -> str:
     rows, systems = [], read_curves("learning_battle.csv")
     for system, name in (("ours", "`python appo_doom.py --env-id battle`"), ("sf", "Sample Factory 2.1.1"),
                          ("sf-4e-4", "the same, `--learning_rate=4e-4`")):  # fmt: skip
-        runs = systems[system]
+        if not (runs := systems[system]):  # not run yet
+            continue
         to_ten = sorted(reached(points, 10) or (float("inf"), float("inf")) for points in runs)
         kills = [sorted(np.interp(frames / 4, *zip(*((step, value) for _, step, value in points))) for points in runs)
-                 for frames in (1.5e6, 2.5e6)]  # fmt: skip
+                 for frames in (1.5e6, 2.3e6)]  # fmt: skip
         rows.append([name, ", ".join(f"{m:.1f}" if step < float("inf") else "-" for m, step in to_ten),
                      ", ".join(f"{4 * step / 1e6:.1f}" if step < float("inf") else "-" for _, step in to_ten),
                      *(", ".join(f"{value:.1f}" for value in values) for values in kills)])  # fmt: skip
-    columns = ("minutes to 10 kills (-: not reached)", "million frames to 10", "kills at 1.5 million frames", "at 2.5 million")
+    columns = ("minutes to 10 kills (-: not reached)", "million frames to 10", "kills at 1.5 million frames", "at 2.3 million")
     return table(["", *columns], rows)
 
 
@@ -149,7 +150,7 @@ def settings_table(env_id: str, *goals: float) -> str:
     return compare_settings(read_settings(RESULTS / f"seeds_{env_id}.csv"), goals)
 
 
-TABLES = dict(learning=learning_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table,
+TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75),
               settings_lag=partial(settings_table, "lag", 5, 10),
