@@ -486,9 +486,10 @@ def test_a_population_mends_what_ruinous_learning_rates_spoil(start, tmp_path):
     stop(r)
     rows = [row for row in csv.DictReader(open(tmp_path / "e" / "pbt.csv")) if row["kind"] in ("kept", "mutated", "replaced")]
     first = {row["policy"]: float(row["objective"]) for row in rows[:4]}
-    assert first.pop("0") > 17 and max(first.values()) < 12, first
-    assert [row["kind"] for row in rows].count("replaced") == 3
-    assert all(float(row["learning_rate"]) > 0.001 for row in rows if row["kind"] == "replaced")
+    assert first.pop("0") > 15 and max(first.values()) < 12, first
+    assert {"1", "2", "3"} <= {row["policy"] for row in rows if row["kind"] == "replaced"}
+    last = {row["policy"]: float(row["learning_rate"]) for row in rows}
+    assert min(last.values()) > 1e-4 and max(last.values()) < 0.02, "no ruinous rate is left"
 
 
 def test_what_was_sampled_before_a_replacement_is_not_learned_from(counting):
