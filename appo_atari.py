@@ -794,6 +794,7 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
             with contextlib.suppress(OSError):
                 os.set_inheritable(fd, False)
     threading.Thread(target=watch_parent, daemon=True).start()
+    faulthandler.enable(file=error_pipe.fileno())  # the stack when a library crashes
     faulthandler.register(signal.SIGUSR1, file=error_pipe.fileno())  # the main process asks a hung actor where it hangs
     if core is not None:
         os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core

@@ -529,11 +529,6 @@ class Player:
         self.growth, self.fall = (np.array([coefficients[name + sign] for name in names]) for sign in "+-")
         self.selected = [coefficients.get(f"SELECTED{k}", 0.0) for k in EIGHT]
 
-    def start(self) -> None:
-        self.game.init()
-        # Both sides have the files open. Without names their memory goes with the processes, however they end.
-        unlink_game_files()
-
     def begin(self) -> None:
         """Reads the first state of an episode."""
         self.weapons, self.dead = deque(maxlen=5), self.scenario.match  # in a match the first numbers may be of no life
@@ -665,7 +660,9 @@ class DoomEnv:
             for i, player in enumerate(self.players):
                 player.game.add_game_args(f"-join 127.0.0.1:{self.port}" if i else host)
                 player.game.add_game_args(f"+viz_connect_timeout 10 +name agent{i} +colorset 0")
-        self.together(Player.start, self.START_SECONDS)
+        self.together(lambda player: player.game.init(), self.START_SECONDS)
+        # Both sides of all games have the files open. Without names the memory goes with the processes, however they end.
+        unlink_game_files()
         self.running = True
 
     def reset(self, seed: int | None = None, options: dict | None = None):
@@ -717,7 +714,8 @@ class DoomEnv:
             player.game.close()
 
     def kill(self) -> None:
-        """Ends a lost match's engines by force, which are found by their port; what waits for them fails then."""
+        """Ends a lost match's engines by force, which are found by their port; what waits for them fails then. While
+        they start, however, ViZDoom 1.3 crashes with them: the actor dies, and the main process starts it again."""
         ours = {str(self.port), f"127.0.0.1:{self.port}"}
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError):
@@ -1245,6 +1243,7 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
     """Body of an actor process. All actors write to a policy's request pipe. What comes from this actor's reply pipe is
     the number of a split for which one policy's actions are in its mailbox. The error pipe receives lines for the
     log, as raw text."""
+    faulthandler.enable(file=error_pipe.fileno())  # the stack when a library crashes
     faulthandler.register(signal.SIGUSR1, file=error_pipe.fileno())  # the main process asks a hung actor where it hangs
     if core is not None:
         os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import errno
+import importlib
 import io
 import json
 import math
@@ -42,7 +43,7 @@ def scalars(folder: Path) -> dict[str, list]:
     "name, game, other, learning_rate, screen",
     [("appo_doom", "basic", "battle", "0.0004", (480, 640, 3)), ("appo_atari", "Breakout-v5", "Pong-v5", "0.00025", (840, 640, 3))],
 )
-def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, screen):
+def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys, name, game, other, learning_rate, screen):
     script = ROOT / f"{name}.py"
     r = run(*SMALL, "--experiment", "e", "--env-id", game, "--train-for-seconds", "11", script=script)
     assert r.wait(90) == 0
@@ -93,28 +94,33 @@ def test_train_resume_evaluate(run, tmp_path, name, game, other, learning_rate, 
     assert frames[0].shape == screen and frames[0].std() > 5 and len(frames) >= 3  # an episode of `basic` may be one shot
     assert any((one != two).any() for one, two in zip(frames, frames[1:]))
 
-    r = run("--experiment", "e", "--env-id", other, script=script)
-    assert r.wait(30) == 2 and f"env_id {game} -> {other}" in r.text()
-    r = run("--experiment", "e", "--env-id", other, "--evaluate", script=script)
-    assert r.wait(30) == 2 and f"does not fit {other}, or this version" in r.text(), "its actions are others"
-    r = run("--experiment", "e", "--total-timesteps", "100", script=script)
-    assert r.wait(60) == 0 and "steps already; raise --total-timesteps" in r.text() and "workers x" not in r.text()
+    def main(*flags: str) -> tuple[int, str]:
+        """The same in this process, for what ends before it begins. Returns the exit code and what was printed."""
+        monkeypatch.setattr(sys, "argv", [script.name, "--train-dir", str(tmp_path), "--experiment", "e", *flags])
+        code = importlib.import_module(name).main()
+        return code, "".join(capsys.readouterr())
+
+    code, text = main("--env-id", other)
+    assert code == 2 and f"env_id {game} -> {other}" in text
+    code, text = main("--env-id", other, "--evaluate")
+    assert code == 2 and f"does not fit {other}, or this version" in text, "its actions are others"
+    code, text = main("--total-timesteps", "100")
+    assert code == 0 and "steps already; raise --total-timesteps" in text and "workers x" not in text
 
 
 @pytest.mark.parametrize("script, game", [("appo_doom.py", "battle"), ("appo_atari.py", "Breakout-v5")])
 def test_same_seed_same_weights(run, script, game):
-    """--num-workers 0 on a CPU: two runs are the same, another seed is another run."""
+    """--num-workers 0 on a CPU: two runs are the same."""
     weights = []
-    for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
-        r = run("--experiment", name, "--num-workers", "0", "--num-envs-per-worker", "4", "--hidden-size", "64", "--seed", seed, "--env-id",
+    for name in "ab":
+        r = run("--experiment", name, "--num-workers", "0", "--num-envs-per-worker", "4", "--hidden-size", "64", "--seed", "7", "--env-id",
                 game, "--device", "cpu", "--rollout", "16", "--total-timesteps", "450", script=ROOT / script)  # fmt: skip
         assert r.wait(90) == 0
         path = sorted((r.folder / name / "checkpoints").glob("checkpoint_*"))[-1]
         weights.append(torch.load(path, weights_only=True))
-    a, b, c = weights
+    a, b = weights
     assert a["version"] == b["version"] >= 6 and a["global_step"] == b["global_step"]
     assert all(torch.equal(a["agent"][name], b["agent"][name]) for name in a["agent"])
-    assert not all(torch.equal(a["agent"][name], c["agent"][name]) for name in a["agent"])
 
 
 BAD = {

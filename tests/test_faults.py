@@ -41,7 +41,8 @@ def run(run, tmp_path_factory):
 
 @pytest.fixture(params=["appo_doom"])
 def start(run, request):
-    """Starts a file with the SMALL flags, `line` added to the `step` of its environments."""
+    """Starts a file with the SMALL flags, `line` added to the `step` of its environments. The base, where a test does not ask for
+    another: what the files share survives the same in all, and test_agreement.py sees to it that they share it."""
 
     def start(*flags: str, line: str = ""):
         edits = [("        self.tics += self.frameskip\n", f"        self.tics += self.frameskip\n        {line}\n")] if line else []
@@ -50,10 +51,6 @@ def start(run, request):
         return started
 
     return start
-
-
-# What the files share survives the same in all, and test_agreement.py sees that they share it. With EnvPool the games are threads of an actor.
-with_atari = pytest.mark.parametrize("start", ["appo_doom", "appo_atari"], indirect=True)
 
 
 def checkpoints(run):
@@ -95,11 +92,13 @@ def stop(run, send=os.kill, number=signal.SIGINT) -> str:
     return run.text()
 
 
-@with_atari
-def test_actor_killed(start):
+@pytest.mark.parametrize("start, number", [("appo_doom", signal.SIGSEGV), ("appo_atari", signal.SIGKILL)], indirect=["start"])
+def test_actor_killed(start, number):
     r = training(start())
-    os.kill(r.actors()[0], signal.SIGKILL)
-    r.wait_for(lambda: "died (exit code -9); starting it again" in r.text(), 30, "the restart")
+    os.kill(r.actors()[0], number)
+    r.wait_for(lambda: f"died (exit code -{number}); starting it again" in r.text(), 30, "the restart")
+    if number == signal.SIGSEGV:  # as of a crash in a library
+        assert re.search(r"Fatal Python error: Segmentation fault\n.*line \d+ in actor", r.text(), re.S), "where it was"
     r.wait_for(lambda: len(r.actors()) == 2 and len(r.engines()) == r.games, 30, "all games again")
     goes_on(r, steps(r))
     assert "1 actors restarted" in stop(r)
@@ -221,7 +220,7 @@ def test_actor_killed_while_its_games_start(run):
 
 def test_first_start_on_a_fresh_machine(run):
     """Eight actors start their first game in the same moment, and nobody has made the engine's folder yet."""
-    for i in range(3):
+    for i in range(2):
         with tempfile.TemporaryDirectory() as fresh:
             r = run(*SMALL[2:], "--experiment", f"e{i}", "--num-workers", "8", "--num-envs-per-worker", "1", "--total-timesteps", "100",
                     env={"TMPDIR": fresh})  # fmt: skip
@@ -281,7 +280,7 @@ def test_an_actor_tries_to_be_nice_until_it_may(monkeypatch):
     assert (before, ended) == ([], [os.getpgid(0)]) and not thread.is_alive()
 
 
-@with_atari
+@pytest.mark.parametrize("start", ["appo_doom", "appo_atari"], indirect=True)
 def test_main_killed(start):
     training(start()).process.kill()  # the fixture looks for what is left
 
