@@ -661,7 +661,7 @@ class DoomEnv:
                 player.game.add_game_args(f"-join 127.0.0.1:{self.port}" if i else host)
                 player.game.add_game_args(f"+viz_connect_timeout 10 +name agent{i} +colorset 0")
         self.together(lambda player: player.game.init(), self.START_SECONDS)
-        # Both sides of all games have the files open. Without names the memory goes with the processes, however they end.
+        # Both sides of all games have the files open. Without names they go with the processes, however those end.
         unlink_game_files()
         self.running = True
 

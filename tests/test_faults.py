@@ -325,6 +325,6 @@ def test_memory_and_descriptors_stay_flat(run):
     r = training(run(*SMALL))
     time.sleep(5)
     fds, memory = usage()
-    time.sleep(15)
+    time.sleep(10)
     assert usage()[0] <= fds and usage()[1] <= memory + 40
     stop(r)
