@@ -567,7 +567,7 @@ class Mailbox:
 
 
 class Rollouts:
-    """Private memory of the main process, [time, slot, ...]: inference writes FILLING slots, the learner copies FULL.
+    """Memory of the learning process alone, [time, slot, ...]: inference writes FILLING slots, the learner copies FULL.
 
     Observations, and what inference computes, stay on the device. Flags, rewards and versions stay on the host, where
     the learner finds resets and valid samples without asking the device. NaN marks what was never written.

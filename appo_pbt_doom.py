@@ -20,10 +20,10 @@
 A deliberate edit of appo_doom.py. What differs: the main process only starts and looks after the others, and holds the
 exchanges of population-based training (`Population`, `watch`). Every policy has a process of its own, which does what
 the diagram shows of the main process (`train_policy`). An actor's games have seats for several agents, and a table says
-which policy plays in which seat as long as the run lasts (`table_of_policies`); a split is stepped when all policies
-have chosen their actions. Games have PettingZoo's parallel API (`make_env`), Doom's matches among them (`DoomEnv`). An
-agent that waits for its return to a match is *inactive*: its steps are in no loss, but cut no trace and no state. What
-is the same as in appo_doom.py is the same text.
+which policy plays in which seat (`table_of_policies`); a split is stepped when all policies have chosen their actions.
+Games have PettingZoo's parallel API (`make_env`), Doom's matches among them (`DoomEnv`). An agent that waits for its
+return to a match is *inactive*: its steps are in no loss, but cut no trace and no state. What is the same as in
+appo_doom.py is the same text.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: group g  +------------------------------------------+
@@ -157,20 +157,21 @@ class Args:
     # --- population
     num_policies: int = 4
     """policies that are trained side by side, each by a process of its own, in the same games; with several GPUs policy
-    i has GPU i mod their number"""
+    i has GPU i mod their number, unless --device names one"""
     policy_settings: list[str] = dataclass_field(default_factory=list)
     """where a policy differs from the flags below, at its start: "1:learning_rate=0.01" (policy 1)"""
     with_pbt: bool = False  # population-based training: mutate settings, replace the worst policies by the best
     pbt_target_objective: Literal["return", "kills", "frags", "wins"] | None = None
-    """the mean of 100 episodes. Default: wins of a match between agents, frags against bots, else the return"""
-    pbt_start_mutation: int = 5_000_000  # steps of a policy before its first exchange
-    pbt_period_env_steps: int = 1_250_000  # steps of a policy between its exchanges
+    """the mean of the last 100 episodes. Default: wins of a match between agents, frags against bots, else the
+    return"""
+    pbt_start_mutation: int = 5_000_000  # steps that the slowest policy makes before the first exchange
+    pbt_period_env_steps: int = 1_250_000  # steps that the slowest policy makes between exchanges
     pbt_replace_fraction: float = 0.3  # share of the population that is best, and that is worst
-    pbt_replace_reward_gap: float = 0.1  # replace only where the gap is a larger share of the larger objective, and
-    pbt_replace_reward_gap_absolute: float = 1e-6  # larger than this
+    pbt_replace_reward_gap: float = 0.1  # replace only where the gap is a larger share of the larger objective
+    pbt_replace_reward_gap_absolute: float = 1e-6  # and only where the gap itself is larger than this
     pbt_mutation_rate: float = 0.15  # chance of each number to change
-    pbt_perturb_min: float = 1.05  # the least factor of a change, or its inverse; what is 0 stays 0
-    pbt_perturb_max: float = 1.5  # the largest
+    pbt_perturb_min: float = 1.05  # smallest factor by which a number is multiplied or divided; what is 0 stays 0
+    pbt_perturb_max: float = 1.5  # largest factor of such a change
     pbt_optimize_gamma: bool = False  # mutate gamma too
 
     # --- algorithm
@@ -214,8 +215,8 @@ LOWEST = dict(seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1
 HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, pbt_replace_fraction=0.5, pbt_mutation_rate=1.0,
                num_policies=16, num_workers=234)
 # keep_checkpoints: a donor that saves meanwhile must not delete what its copy reads.
-# Of the last two: a process can be given 256 file descriptors. Of an actor's each mailbox takes 13, of a policy's each
-# actor one.
+# Of the last two: a process can be given 256 file descriptors. An actor needs 13 for each mailbox, a policy one for
+# each actor.
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
 
 
@@ -273,11 +274,11 @@ def resolve(args: Args) -> Args:
     if args.num_envs_per_worker // args.worker_num_splits * agents % P:
         raise UserError(f"{args.num_envs_per_worker // args.worker_num_splits} games in a split x {agents} agents are "
                         f"not divisible by --num-policies {P}")  # fmt: skip
-    if P > 1 and args.max_batches_ahead == 0:
-        raise UserError("--max-batches-ahead 0 is for one policy: two could wait for each other's slots")
+    if P > 1 and args.max_batches_ahead == 0 and not args.sync:
+        raise UserError("--max-batches-ahead 0 needs --num-policies 1: several could wait for each other for ever")
     if args.with_pbt and P == 1:
         raise UserError("--with-pbt needs more than one policy: --num-policies")
-    scenario = SCENARIOS.get(args.env_id) or Scenario("", (), ())
+    scenario = not args.cfg_path and SCENARIOS.get(args.env_id) or Scenario("", (), ())
     if args.pbt_target_objective is None:
         args.pbt_target_objective = "wins" if scenario.agents > 1 else "frags" if scenario.match else "return"
     if scenario.wad and args.pbt_target_objective in (("kills",) if scenario.match else ("frags", "wins")):
@@ -390,7 +391,8 @@ SHAPING = {
 def shaping_of(args) -> dict[str, float]:
     """The shaping coefficients of an environment, by name, as population-based training mutates them: "HEALTH+" for
     growth and "HEALTH-" for fall; "SELECTED3" for each step with weapon 3, loaded, in hand for five steps."""
-    deltas = SHAPING.get(SCENARIOS[args.env_id].shaping, {}) if args.env_id in SCENARIOS else {}
+    own = args.cfg_path or args.env_id not in SCENARIOS
+    deltas = {} if own else SHAPING.get(SCENARIOS[args.env_id].shaping, {})
     result = {f"{name}{sign}": pair[i] for name, pair in deltas.items() for i, sign in enumerate("+-")}
     return result | ({f"SELECTED{k}": 2e-4 * w for k, w in enumerate(WEIGHTS)} if deltas else {})
 
@@ -531,7 +533,7 @@ class Player:
 
     def begin(self) -> None:
         """Reads the first state of an episode."""
-        self.weapons, self.dead = deque(maxlen=5), self.scenario.match  # in a match the first numbers may be of no life
+        self.weapons, self.dead = deque(maxlen=5), self.scenario.match  # a match may begin before the first life does
         self.read_state()
         self.deaths = self.variables[self.column["DEATHCOUNT"]]  # the engine counts on from episode to episode
 
@@ -677,8 +679,7 @@ class DoomEnv:
             for command in ["removebots"] + ["addbot"] * self.scenario.bots:
                 self.players[0].game.send_game_command(command)
         self.tics, self.agents = 0, list(self.possible_agents)
-        for player in self.players:
-            player.begin()
+        self.together(Player.begin, self.START_SECONDS)
         return {a: p.observation() for a, p in zip(self.agents, self.players)}, {a: {} for a in self.agents}
 
     def step(self, actions: dict):
@@ -785,9 +786,9 @@ def spaces_of(args: Args) -> tuple[Spaces, int]:
 # ======================================================================================================================
 
 def table_of_policies(args: Args, agents: int, session: int) -> np.ndarray:
-    """[group, game, agent] -> the policy that plays there as long as the run lasts. Each has the same number of agents
-    in every split, and pairs of policies, a policy with itself included, meet in equally many games as far as that
-    allows. Another `session` has other pairs."""
+    """[group, game, agent] -> the policy that plays there for the whole session. Each has the same number of agents in
+    every split, and pairs of policies, a policy with itself included, meet in equally many games as far as that allows.
+    Another session (a resumed run) has other pairs."""
     S, P = args.worker_num_splits, args.num_policies
     games = args.num_envs_per_worker // S
     rng, met = np.random.default_rng((args.seed, session)), np.zeros((P, P))
@@ -808,7 +809,7 @@ def table_of_policies(args: Args, agents: int, session: int) -> np.ndarray:
 
 
 class Mailbox:
-    """The only memory that actors share with a policy's process; every policy has one.
+    """The only memory that actors share with a policy's process and with the main process; every policy has one.
 
     A group is the rows of one policy in one split of one worker; they are neighbours. Between its request and its reply
     they belong to the policy's inference thread, otherwise to the actor: no locks.
@@ -829,7 +830,7 @@ class Mailbox:
         self.episode = shared(rows, 3 + len(SCORES), dtype=torch.float32)
         # written by inference, between a request and its reply
         self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        self.replies = shared(groups, dtype=torch.int64)  # replies so far, zeroed when the actor is started
+        self.replies = shared(groups, dtype=torch.int64)  # the last request answered, zeroed when the actor is started
         # written by the actor at any time, zeroed when it is started: signs that it is not stuck
         self.started = shared(workers, dtype=torch.int64)  # games started so far
         self.requests = shared(groups, dtype=torch.int64)  # requests so far
@@ -843,7 +844,7 @@ class Mailbox:
 
 
 class Rollouts:
-    """Private memory of the main process, [time, slot, ...]: inference writes FILLING slots, the learner copies FULL.
+    """Memory of the learning process alone, [time, slot, ...]: inference writes FILLING slots, the learner copies FULL.
 
     Observations, and what inference computes, stay on the device. Flags, rewards and versions stay on the host, where
     the learner finds resets and valid samples without asking the device. NaN marks what was never written.
@@ -869,8 +870,8 @@ class Rollouts:
 def slots_needed(args: Args, rows: int) -> int:
     """Room for the slots being filled and for those waiting for the learner, and enough to rule out deadlock: if all
     groups waited for slots and the learner for its batch, none would be FILLING and at most B - 1 FULL, so that of
-    B + n slots at least the n that one group takes would be free. Where other policies hold this one's rows in the
-    middle of slots, a batch ahead makes up for these. With `sync` there is one slot for every row."""
+    B + n slots at least the n that one group takes would be free. While rows wait for other policies, slots are half
+    filled: the batch ahead makes up for these. With `sync` there is one slot for every row."""
     B, n = args.batch_size // args.rollout, rows // (args.num_workers * args.worker_num_splits)
     if args.sync:
         return B
@@ -1146,7 +1147,7 @@ WAKE = -1  # "group" of a message that only wakes the inference thread: slots we
 
 
 class Seat:
-    """The row of one agent of a game, and what it has made of it so far."""
+    """The row of one agent of a game, and the totals of its episode so far."""
 
     def __init__(self, mailbox: SimpleNamespace, row: int, action_space: gym.Space):
         self.mailbox, self.row, self.shape, self.totals = mailbox, row, action_space.shape, np.zeros(3)
@@ -1900,7 +1901,7 @@ class Reporter:
 
 
 class Control:
-    """A policy's ear for the main process: what `from_actors` knows as the actors."""
+    """Takes the main process's orders to a policy."""
 
     def __init__(self, pipe, learner: Learner, checkpoints: Path, stop_signals: list):
         self.pipe, self.learner, self.checkpoints, self.stop_signals = pipe, learner, checkpoints, stop_signals
@@ -1916,7 +1917,7 @@ class Control:
             if order == "become":  # with the donor's folder or None, and numbers for Args
                 donor, genes = content
                 if donor is not None:
-                    learner.become(load_checkpoint(donor, "latest", print))
+                    learner.become(load_checkpoint(donor, "latest", lambda text: self.pipe.send(dict(log=text))))
                 for name, value in genes.items():
                     setattr(learner.args, name, value)
                 learner.optimizer.param_groups[0]["lr"] = learner.args.learning_rate
@@ -1924,11 +1925,11 @@ class Control:
             self.pipe.send(dict(answered=True))
 
 
-def from_actors(actors: Control, learner: Learner, count: int, stop_signals: list[int]):
-    """Generator: the slots of each iteration, oldest first, until the user stops the run."""
+def from_actors(control: Control, learner: Learner, count: int, stop_signals: list[int]):
+    """Generator: the slots of each iteration, oldest first, until the main process says stop."""
     slots, start = [], time.perf_counter()
     while not stop_signals:
-        actors.check()
+        control.check()
         with contextlib.suppress(queue.Empty):
             item = learner.inference.full.get(timeout=0.5)
             if isinstance(item, BaseException):
@@ -1943,7 +1944,7 @@ def from_actors(actors: Control, learner: Learner, count: int, stop_signals: lis
 
 
 def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:
-    """The learner's loop. It saves the last good weights however it ends, unless by a second signal."""
+    """The learner's loop. It saves the last good weights however it ends, unless it is killed."""
     saved = best_saved = time.monotonic()
     try:
         for slots in source:
@@ -1957,8 +1958,7 @@ def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Rep
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved = now
     finally:
-        if not isinstance(sys.exception(), KeyboardInterrupt):
-            save_latest(checkpoints, learner, args.keep_checkpoints)
+        save_latest(checkpoints, learner, args.keep_checkpoints)
 
 
 def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: Mailbox, request_pipe,
@@ -1977,10 +1977,14 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device, mailbox, request_pipe)
     learner = Learner(args, agent, inference, device)
-    if checkpoint := load_checkpoint(checkpoints, "latest", print):
+
+    def log(text: str) -> None:
+        control.send(dict(log=text))
+
+    if checkpoint := load_checkpoint(checkpoints, "latest", log):
         learner.load(checkpoint)
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
-            learner.best_return = (load_checkpoint(checkpoints, "best", print) or checkpoint)["best_return"]
+            learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
         torch.manual_seed(args.seed + index + learner.version)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
@@ -2032,8 +2036,8 @@ def starting_genes(args: Args) -> list[dict[str, float]]:
 
 
 def mutate(args: Args, genes: dict[str, float], defaults: dict[str, float], rng: random.Random) -> dict[str, float]:
-    """Sample Factory's mutation: with `pbt_mutation_rate` a number is multiplied or divided by a random factor, or one
-    time in 20 reset to its default. Of gamma it is the distance from 1, by 1.01 to 1.2."""
+    """Sample Factory's mutation: with probability `pbt_mutation_rate` a number is multiplied or divided by a random
+    factor, or one time in 20 reset to its default. Of gamma it is the distance from 1, by 1.01 to 1.2."""
     result = dict(genes)
     for name, value in genes.items():
         if rng.random() >= args.pbt_mutation_rate or name == "gamma" and not args.pbt_optimize_gamma:
@@ -2086,9 +2090,9 @@ class Population:
         values = [self.genes[index][name] for name in shaping_of(self.args)]
         self.mailboxes[index].shaping[:] = torch.tensor(values, dtype=torch.float64)
 
-    def settings(self, index: int) -> dict[str, float]:
-        """Of its genes those that are in Args."""
-        return {name: value for name, value in self.genes[index].items() if hasattr(self.args, name)}
+    def settings(self, genes: dict[str, float]) -> dict[str, float]:
+        """Those that are in Args."""
+        return {name: value for name, value in genes.items() if hasattr(self.args, name)}
 
     def start(self, reply_pipes: list) -> None:
         """reply_pipes: of the actors"""
@@ -2096,7 +2100,7 @@ class Population:
         for index in range(self.args.num_policies):
             args = copy.copy(self.args)
             args.device = f"cuda:{index % count}" if count else args.device
-            for name, value in self.settings(index).items():
+            for name, value in self.settings(self.genes[index]).items():
                 setattr(args, name, value)
             control, far_control = self.context.Pipe()
             error_pipe, far_error_pipe = self.context.Pipe(duplex=False)
@@ -2116,6 +2120,8 @@ class Population:
         with contextlib.suppress(EOFError, ConnectionError):  # the policy has ended
             while self.controls[index].poll():
                 self.reports[index] |= self.controls[index].recv()
+                if text := self.reports[index].pop("log", None):
+                    self.log(f"policy {index}: {text}")
 
     def check(self) -> None:
         """Reads what the policies report. Raises RuntimeError when one has died."""
@@ -2137,13 +2143,12 @@ class Population:
 
     def exchange(self, check, writer) -> None:
         """When all policies have made enough steps since the last exchange: the best go on as they are, the worst
-        become mutated copies of one of the best if the gap is large enough, all others are mutated. Policy 0 can be
+        become mutated copies of one of the best if the gap is large enough, the others are mutated. Policy 0 can be
         replaced, but never mutates."""
         args, objectives = self.args, [report["objective"] for report in self.reports]
         made = min(report["step"] for report in self.reports)
         if None in objectives or made < max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps):
             return
-        self.exchanged = made
         P = args.num_policies
         order = sorted(range(P), key=lambda index: objectives[index], reverse=True)
         k = min(math.ceil(args.pbt_replace_fraction * P), P // 2)
@@ -2158,12 +2163,12 @@ class Population:
             if index not in order[:k] and index:
                 genes = mutate(args, genes, self.defaults, self.rng)
             kind = "replaced" if donor != index else "kept" if genes == before else "mutated"
-            self.genes[index] = genes
             if donor != index:
                 self.ask(donor, "save", None, check)
                 place = policy_folder(self.folder, donor) / "checkpoints"
             if kind != "kept":
-                self.ask(index, "become", (place, self.settings(index)), check)
+                self.ask(index, "become", (place, self.settings(genes)), check)
+                self.genes[index] = genes  # not before: what is saved when the run ends here must be true
                 self.write_shaping(index)
             self.save()
             text = f"step {step:,}: policy {index} ({args.pbt_target_objective} {objectives[index]:.2f}) is {kind}"
@@ -2174,6 +2179,8 @@ class Population:
             for name, value in (genes | dict(objective=objectives[index], weights_of=donor)).items():
                 writer.add_scalar(f"pbt/{name}/{index}", value, step)
             self.write_row([step, index, kind, donor, objectives[index], *genes.values()])
+        self.exchanged = made
+        self.save()
 
     def write_rows(self, kind: str) -> None:
         """Where the policies are when a session begins or ends."""
@@ -2196,7 +2203,9 @@ class Population:
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         for index, process in enumerate(self.processes):
-            process.kill()
+            if process.is_alive():
+                self.log(f"policy {index} was ended by force, and has not saved")
+                process.kill()
             self.read(index)  # its last step
 
 
@@ -2209,7 +2218,7 @@ class Population:
 def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     """Plays with checkpoints. In a game of one agent every policy plays `eval_episodes` episodes; in a match each two
     policies play as many games, half of them with their places exchanged. Prints a table. Returns wins, losses and ties
-    of each pair, who has more frags than the other, or against bots, who is first."""
+    of each pair, by frags (by return, in a game without), or against bots, by who is first."""
     if args.save_video:
         import imageio.v2 as imageio
     names, agents, frameskips = [], [], set()
@@ -2273,7 +2282,8 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
                 pair = (*pair, "bots")
                 ahead = episodes[0][win] or 1 - episodes[0][place]  # 0: first, but not alone
             elif len(sides) == 2:
-                one, two = (sum(episode[frags] for episode, seat in zip(episodes, sitting) if seat == side)
+                score = frags if episodes[0][place] else 0  # in a game that is no match of Doom the return
+                one, two = (sum(episode[score] for episode, seat in zip(episodes, sitting) if seat == side)
                             for side in sides)  # fmt: skip
                 ahead = one - two
             else:
@@ -2429,8 +2439,8 @@ def train(typed: Args, folder: Path) -> int:
         f"files in {folder}",
     ):
         log(line)
-    for index in range(P):
-        log(f"policy {index}: {', '.join(f'{name} {value:.4g}' for name, value in population.settings(index).items())}")
+    for index, genes in enumerate(population.genes):
+        log(f"policy {index}: {', '.join(f'{name} {value:.4g}' for name, value in population.settings(genes).items())}")
     stop_signals = []
 
     def on_signal(number, frame):
@@ -2487,7 +2497,8 @@ def watch(args: Args, population: Population, actors: Actors, writer, log, stop_
                     text += f"{args.pbt_target_objective} {max(known):.2f} best, {min(known):.2f} worst, "
                     text += f"{statistics.pstdev(known):.2f} deviation, "
                 text += f"lag {statistics.mean(report['lag'] for report in reports):.1f}, bottleneck: "
-                text += statistics.mode(report["bottleneck"] for report in reports)
+                kinds = [report["bottleneck"] for report in reports]  # "games" too where another policy is waited for
+                text += "learner" if "learner" in kinds else statistics.mode(kinds)
                 bar.set_postfix_str(text)
                 log(f"step {step:,.0f}: {text}", bar.disable)
             if step >= total or args.train_for_seconds is not None and now - started >= args.train_for_seconds:

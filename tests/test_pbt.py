@@ -277,6 +277,28 @@ def test_the_worst_are_replaced_by_the_best(objectives, replaced):
     assert len(population.rows) == 8, "periods without an exchange are not made up for"
 
 
+def test_an_exchange_that_is_interrupted_is_made_again():
+    """What is saved then is what the policies have."""
+    population = fake_population([10.0, 1.0, 9.0, 2.0], pbt_mutation_rate=1.0)
+    before, asked = [dict(genes) for genes in population.genes], []
+
+    def ask(index, order, content, check):
+        asked.append(order)
+        if len(asked) == 2:
+            raise RuntimeError("policy 1 died")
+
+    population.ask = ask
+    with pytest.raises(RuntimeError, match="policy 1 died"):
+        population.exchange(lambda: None, SimpleNamespace(add_scalar=lambda *arguments: None))
+    assert asked == ["save", "become"]
+    assert (population.genes, population.exchanged, population.rows) == (before, 0, [[2000, 0, "kept", 0, 10.0, *before[0].values()]])
+
+
+def test_a_scenario_file_with_the_name_of_a_match_is_none():
+    args = appo.resolve(appo.Args(cfg_path="deathmatch.cfg", num_policies=2, device="cpu"))
+    assert args.env_id == "deathmatch" and args.pbt_target_objective == "return" and appo.shaping_of(args) == {}
+
+
 def test_mutation_follows_its_rates():
     rng, args = random.Random(0), appo.Args(pbt_mutation_rate=0.15, pbt_optimize_gamma=True)
     defaults = dict(learning_rate=1e-4, gamma=0.99, max_grad_norm=0.0)
@@ -601,7 +623,7 @@ def test_a_game_of_pettingzoo(start, tmp_path, monkeypatch):
     ("--num-workers 0", "--num-workers 0 is out of range"),
     ("--num-policies 17 --num-envs-per-worker 17", "--num-policies 17 is out of range: 1 to 16"),
     ("--max-batches-ahead 9999999", "GiB of memory are free, 2 policies need"),
-    ("--max-batches-ahead 0", "--max-batches-ahead 0 is for one policy"),
+    ("--max-batches-ahead 0", "--max-batches-ahead 0 needs --num-policies 1"),
     ("--pbt-target-objective frags", "--pbt-target-objective frags: basic has none"),
     ("--num-workers 235", "--num-workers 235 is out of range: 1 to 234"),
     ("--env-id dule", "did you mean duel"),
