@@ -195,6 +195,24 @@ def curves(plt, title: str, goal: float | None, out: str, *names: str, without: 
     figure.savefig(RESULTS / out, dpi=130)
 
 
+def battle(plt) -> None:
+    """One long run over frames, beside the points of the paper's curve."""
+    (points,) = read_curves("learning_battle_long.csv")["ours"]
+    paper = list(csv.DictReader(line for line in open(RESULTS / "paper_battle.csv") if not line.startswith("#")))
+    figure, axis = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    axis.plot([step * 4 / 1e6 for _, step, _ in points], [kills for *_, kills in points], color=STYLE["ours"][1],
+              label=f"ours, kills: one run of {points[-1][0] / 3600:.1f} hours on 2 cores without a GPU")  # fmt: skip
+    axis.plot([float(row["million_frames"]) for row in paper], [float(row["return"]) for row in paper], "v-.", color=STYLE["sf"][1],
+              markersize=5, label="Sample Factory in its paper, shaped return (about 1 more than kills): mean over seeds")  # fmt: skip
+    axis.set_xscale("log")
+    axis.set_xlabel("million frames")
+    axis.set_ylabel("return of an episode")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="upper left", fontsize=8)
+    figure.suptitle("battle", fontsize=11)
+    figure.savefig(RESULTS / "learning_battle_long.png", dpi=130)
+
+
 def seeds(plt) -> None:
     """Every setting beside the default: each seed, and their mean."""
     curves = read_settings(RESULTS / "seeds_battle.csv")
@@ -320,6 +338,7 @@ def main() -> None:
     seeds(plt)
     curves(plt, "basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
     curves(plt, "battle, 2 cores without a GPU", 10, "learning_battle.png", "learning_battle.csv")
+    battle(plt)
     curves(plt, "basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv", without="sf")
     curves(plt, "defend_the_center, --learning-rate 1e-4, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
     if (log := RESULTS / "pbt_basic.csv").exists():
