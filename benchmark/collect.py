@@ -33,7 +33,7 @@ def machine_and_engines() -> dict[str, str | int]:
 
 def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tuple[float, int, float | None]]:
     """steps, returns: tags. Seconds count from the first line of log.txt where there is one, else from the first event; of a resumed
-    run the time between its sessions is left out."""
+    run the time between its sessions is left out, and so is what it reported of steps that were lost with the last session."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     points = []
@@ -49,6 +49,8 @@ def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tu
     for time, step, value in points:
         if time - last > 60 and result:  # reports come every few seconds
             between += time - last
+        while result and result[-1][1] >= step:
+            result.pop()
         result.append((time - start - between, step, value))
         last = time
     return result

@@ -205,6 +205,8 @@ def battle(plt) -> None:
     axis.plot([float(row["million_frames"]) for row in paper], [float(row["return"]) for row in paper], "v-.", color=STYLE["sf"][1],
               markersize=5, label="Sample Factory in its paper, shaped return (about 1 more than kills): mean over seeds")  # fmt: skip
     axis.set_xscale("log")
+    axis.set_xlim(left=0.1)
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_xlabel("million frames")
     axis.set_ylabel("return of an episode")
     axis.grid(alpha=0.3)
