@@ -146,11 +146,23 @@ def null_table() -> str:
     return table(["workers", *(str(result["workers"]) for result in results)], rows)
 
 
+def policies_table() -> str:
+    result, rows = read_json("policies.json"), []
+    for key, name in (("base", "`appo_doom.py`"), ("1 of pbt", "`appo_pbt_doom.py --num-policies 1`"),
+                      ("2 of pbt", "`appo_pbt_doom.py --num-policies 2`")):  # fmt: skip
+        rates = result["frames_per_second"][key]
+        shares = [ratio for pair, ratios in result["ratios"].items() if pair.startswith(f"{key} / ") for ratio in ratios]
+        share = f"{statistics.median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})" if shares else ""
+        rows.append([name, numbers(rates), f"**{statistics.median(rates):,.0f}**", share])
+    return table(["", "frames/s, all policies, five runs", "median", "share of the row above"], rows)
+
+
 def settings_table(env_id: str, *goals: float) -> str:
     return compare_settings(read_settings(RESULTS / f"seeds_{env_id}.csv"), goals)
 
 
-TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, throughput=throughput_table, parts=parts_table, null=null_table,
+TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, throughput=throughput_table, parts=parts_table,
+              null=null_table, policies=policies_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75),
               settings_lag=partial(settings_table, "lag", 5, 10),
@@ -190,7 +202,7 @@ def curves(plt, title: str, goal: float | None, out: str, *names: str, without: 
         if goal is not None:
             axis.axhline(goal, color="black", linewidth=0.8, alpha=0.6)
     axes[0].set_ylabel("mean raw return, last 100 episodes")
-    axes[1].legend(loc="lower right")
+    axes[1].legend(loc="best", fontsize=8)
     figure.suptitle(title, fontsize=11)
     figure.savefig(RESULTS / out, dpi=130)
 

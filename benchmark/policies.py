@@ -3,7 +3,7 @@
     python benchmark/policies.py --out benchmark/results/policies.json
 
 In alternation, each round in another order. Rates are by TensorBoard's clock, from the third report on, and of all policies together.
-Machine: 2 cores without a GPU; five rounds take 12 minutes by estimate (not run yet), and nothing else may run.
+Machine: 2 cores without a GPU; five rounds take 14 minutes, and nothing else may run.
 """
 
 import json
