@@ -27,7 +27,7 @@ STYLE = {  # name, colour, line: to be told apart without colour too
     "plain": ("ours, --no-normalize-input", "#2b8a3e", ":"),
     "sync": ("ours, --sync", "#2b8a3e", ":"),
     "sf": ("Sample Factory 2.1.1", "#c2410c", "--"),
-    "sf-4e-4": ("Sample Factory, --learning_rate=4e-4", "#7048a8", ":"),
+    "sf-4e-4": ("Sample Factory, learning rate 4e-4", "#7048a8", ":"),
     "cleanrl": ("CleanRL (published)", "#7048a8", "-."),
 }
 PEERS = {
@@ -88,8 +88,8 @@ def learning_table() -> str:
 
 def battle_table() -> str:
     rows, systems = [], read_curves("learning_battle.csv")
-    for system, name in (("ours", "`python appo_doom.py --env-id battle`"), ("sf", "Sample Factory 2.1.1"),
-                         ("sf-4e-4", "the same, `--learning_rate=4e-4`")):  # fmt: skip
+    for system, name in (("ours", "`appo_doom.py`"), ("sf", "Sample Factory 2.1.1"),
+                         ("sf-4e-4", "the same at a learning rate of 4e-4")):  # fmt: skip
         if not (runs := systems[system]):  # not run yet
             continue
         to_ten = sorted(reached(points, 10) or (float("inf"), float("inf")) for points in runs)
