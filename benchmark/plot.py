@@ -271,9 +271,10 @@ def population(plt, title: str, log: Path, out: Path, most: int = 8) -> None:
             for x, y, row in zip(steps, values, points):
                 if row["kind"] == "replaced":
                     axis.plot(x, y, "o", markerfacecolor="none", color=f"C{row['weights_of']}")
-        low, *_, high = sorted(float(row[name]) for row in rows if row[name])
-        if high > 10 * low > 0 and name != "objective":
-            axis.set_yscale("log")
+        if name != "objective":  # which is empty until episodes have ended
+            low, *_, high = sorted(float(row[name]) for row in rows)
+            if high > 10 * low > 0:
+                axis.set_yscale("log")
         axis.set_title(name, fontsize=9)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(numbers) + 1 :]:
