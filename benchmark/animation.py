@@ -1,10 +1,10 @@
-"""Puts two videos side by side in an animated GIF, such as the one at the top of the README:
+"""Puts one video, or several side by side, in an animated GIF, such as the one at the top of the README:
 
     python appo_doom.py --experiment DOOM --evaluate --save-video         # writes train_dir/DOOM/video.mp4
     python appo_atari.py --experiment ATARI --evaluate --save-video
     python benchmark/animation.py agents.gif train_dir/DOOM/video.mp4 train_dir/ATARI/video.mp4 --start 0 20
 
-Both play at their own speed, and end with the shorter one. The file has as many colours as fit into --megabytes.
+Each plays at its own speed, and all end with the shortest. The file has as many colours as fit into --megabytes.
 """
 
 import sys
@@ -16,17 +16,16 @@ import numpy as np
 import tyro
 from PIL import Image
 
-GAP = 8  # pixels between the two
+GAP = 8  # pixels between two videos
 
 
 @dataclass
 class Options:
     out: tyro.conf.Positional[Path]
     """the GIF"""
-    left: tyro.conf.Positional[Path]
-    right: tyro.conf.Positional[Path]
-    start: tuple[float, float] = (0.0, 0.0)
-    """second of the left and of the right video to begin with"""
+    videos: tyro.conf.Positional[tuple[Path, ...]]
+    start: tuple[float, ...] = ()
+    """second of each video to begin with. Default: 0"""
     seconds: float = 12.0
     """length"""
     height: int = 240
@@ -52,11 +51,15 @@ def read(path: Path, start: float, options: Options) -> list[np.ndarray]:
 
 
 def main(options: Options) -> None:
-    left, right = (read(path, start, options) for path, start in zip((options.left, options.right), options.start))
-    if not left or not right:
-        sys.exit(f"error: {options.right if left else options.left} has nothing at the second where it should start")
-    gap = np.zeros((options.height, GAP, 3), np.uint8)
-    frames = [Image.fromarray(np.hstack([a, gap, b])) for a, b in zip(left, right)]
+    starts = options.start or (0.0,) * len(options.videos)
+    if not options.videos or len(starts) != len(options.videos):
+        sys.exit(f"error: {len(options.videos)} videos and {len(starts)} numbers for --start")
+    parts, gap = [], np.zeros((options.height, GAP, 3), np.uint8)
+    for path, start in zip(options.videos, starts):
+        parts.append(read(path, start, options))
+        if not parts[-1]:
+            sys.exit(f"error: {path} has nothing at the second where it should start")
+    frames = [Image.fromarray(np.hstack([x for image in images for x in (gap, image)][1:])) for images in zip(*parts)]
     # One palette for all frames: what does not change from one to the next then costs nothing. Made of the colours in
     # proportion to the root of their pixels: the few pixels of a small thing count too.
     pixels = np.vstack([np.asarray(frame).reshape(-1, 3) for frame in frames[::10]]) & 0xF8

@@ -277,10 +277,11 @@ def population(plt, title: str, log: Path, out: Path, most: int = 8) -> None:
                 axis.set_yscale("log")
         axis.set_title(name, fontsize=9)
         axis.grid(alpha=0.3)
-    for axis in axes.flat[len(numbers) + 1 :]:
-        axis.set_visible(False)
-    for axis in axes[-1]:
-        axis.set_xlabel("thousand steps of a policy")
+    for i, axis in enumerate(axes.flat):
+        axis.set_visible(i <= len(numbers))
+        if i + columns > len(numbers):  # nothing is below it
+            axis.set_xlabel("thousand steps of a policy")
+            axis.tick_params(labelbottom=True)
     axes[0, 0].legend(fontsize=7)
     figure.suptitle(title, fontsize=11)
     figure.savefig(out, dpi=130)

@@ -123,7 +123,7 @@ def test_animation(tmp_path):
             for i in range(int(3 * fps)):
                 video.append_data(np.full(shape, 60 * int(i / fps), np.uint8))
     out = tmp_path / "out.gif"
-    animation.main(animation.Options(out, tmp_path / "left.mp4", tmp_path / "right.mp4", start=(0.0, 1.0)))
+    animation.main(animation.Options(out, (tmp_path / "left.mp4", tmp_path / "right.mp4"), start=(0.0, 1.0)))
     with Image.open(out) as gif:
         frames = []
         for k in range(gif.n_frames):
