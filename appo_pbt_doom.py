@@ -2241,6 +2241,9 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     else:
         pairs = [(i, j) for i in range(C) for j in range(i + 1, C)] or [(0, 0)]
         table = np.array([[pair[(seat + turn) % 2] for seat in range(seats)] for pair in pairs for turn in range(2)])
+        # Several matches of each pair at once, which play the same number of games: the network likes large batches.
+        copies = [n for n in range(2, 16 // len(table) + 1) if args.eval_episodes % (2 * n) == 0]
+        table = np.tile(table, (max(copies, default=1), 1))
     rows = np.bincount(table.ravel(), minlength=C)
     check_shared_memory(spaces, int(rows.sum()))
     mailboxes = [Mailbox(spaces, count, 1, 1, len(shaping_of(used))) for count in rows]  # unshaped: scores are raw

@@ -1,0 +1,74 @@
+"""Writes a small arena for matches: one square room with a pillar, so that two players meet all the time.
+
+    python benchmark/arena.py FOLDER      # then train with --env-id duel --scenario-dir FOLDER
+
+Written under the name ssl2.wad, the one that appo_pbt_doom.py looks for in --scenario-dir for duels.
+"""
+
+import struct
+import sys
+from pathlib import Path
+
+SIDE, PILLAR = 512, 64  # map units; a player is 32 wide and runs 8 to 17 a tic
+DEATHMATCH_START, PLAYER_START, SHOTGUN, MEDIKIT, ARMOR = 11, 1, 2001, 2012, 2018  # the engine's numbers of things
+
+
+def textmap() -> str:
+    """The room in UDMF, the text format of ZDoom's maps. A wall's visible side is to the right of its direction."""
+    low, high = (SIDE - PILLAR) // 2, (SIDE + PILLAR) // 2
+    room = [(0, 0), (0, SIDE), (SIDE, SIDE), (SIDE, 0)]  # clockwise: seen from inside
+    pillar = [(low, low), (high, low), (high, high), (low, high)]  # the other way round: seen from outside
+    blocks = ['namespace = "zdoom";']
+
+    def block(kind: str, **fields) -> None:
+        lines = (f"  {name} = {str(value).lower() if isinstance(value, bool) else value};" for name, value in fields.items())
+        blocks.append("\n".join([kind, "{", *lines, "}"]))
+
+    for x, y in room + pillar:
+        block("vertex", x=float(x), y=float(y))
+    for start in (0, 4):
+        for i in range(4):
+            block("linedef", v1=start + i, v2=start + (i + 1) % 4, sidefront=start + i, blocking=True)
+    for texture in ["STARTAN2"] * 4 + ["BROWN1"] * 4:
+        block("sidedef", sector=0, texturemiddle=f'"{texture}"')
+    block("sector", heightfloor=0, heightceiling=160, lightlevel=224, texturefloor='"FLOOR4_8"', textureceiling='"CEIL3_5"')
+    near, far, middle = 64, SIDE - 64, SIDE // 2
+    starts = [(near, near, 45), (near, far, 315), (far, far, 225), (far, near, 135), (near, middle, 0), (far, middle, 180)]
+    things = [(*place, kind) for place in starts for kind in (DEATHMATCH_START, SHOTGUN)]  # weapons stay for the next
+    things += [(*starts[0], PLAYER_START), (middle, near, 0, MEDIKIT), (middle, far, 0, ARMOR)]
+    everywhere = {name: True for name in ("skill1", "skill2", "skill3", "skill4", "skill5", "single", "dm", "coop")}
+    for x, y, angle, kind in things:
+        block("thing", x=float(x), y=float(y), angle=angle, type=kind, **everywhere)
+    return "\n".join(blocks) + "\n"
+
+
+# Pistol and shotgun need no ammunition (type 5), or whoever has none left would wait for the end
+DEHACKED = """Patch File for DeHackEd v3.0
+Doom version = 19
+Patch format = 6
+
+Weapon 1
+Ammo type = 5
+
+Weapon 2
+Ammo type = 5
+"""
+
+
+def wad(lumps: list[tuple[str, bytes]]) -> bytes:
+    """Doom's archive: header, contents, directory of (offset, size, name)."""
+    contents, directory, offset = b"", b"", 12
+    for name, data in lumps:
+        directory += struct.pack("<ii8s", offset + len(contents), len(data), name.encode())
+        contents += data
+    return struct.pack("<4sii", b"PWAD", len(lumps), offset + len(contents)) + contents + directory
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    lumps = [("DEHACKED", DEHACKED.encode()), ("MAP01", b""), ("TEXTMAP", textmap().encode()), ("ENDMAP", b"")]
+    (folder / "ssl2.wad").write_bytes(wad(lumps))
+    print(f"wrote {folder / 'ssl2.wad'}")
