@@ -2241,7 +2241,7 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     else:
         pairs = [(i, j) for i in range(C) for j in range(i + 1, C)] or [(0, 0)]
         table = np.array([[pair[(seat + turn) % 2] for seat in range(seats)] for pair in pairs for turn in range(2)])
-        # Several matches of each pair at once, which play the same number of games: the network likes large batches.
+        # Several matches of each pair at once make larger batches. Each of them must play the same number of games.
         copies = [n for n in range(2, 16 // len(table) + 1) if args.eval_episodes % (2 * n) == 0]
         table = np.tile(table, (max(copies, default=1), 1))
     rows = np.bincount(table.ravel(), minlength=C)

@@ -24,6 +24,7 @@ class Options:
     out: tyro.conf.Positional[Path]
     """the GIF"""
     videos: tyro.conf.Positional[tuple[Path, ...]]
+    """from left to right"""
     start: tuple[float, ...] = ()
     """second of each video to begin with. Default: 0"""
     seconds: float = 12.0

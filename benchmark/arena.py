@@ -5,6 +5,7 @@
 Written under the name ssl2.wad, the one that appo_pbt_doom.py looks for in --scenario-dir for duels.
 """
 
+import json
 import struct
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ def textmap() -> str:
     blocks = ['namespace = "zdoom";']
 
     def block(kind: str, **fields) -> None:
-        lines = (f"  {name} = {str(value).lower() if isinstance(value, bool) else value};" for name, value in fields.items())
+        lines = (f"  {name} = {json.dumps(value)};" for name, value in fields.items())  # text, numbers and true as in JSON
         blocks.append("\n".join([kind, "{", *lines, "}"]))
 
     for x, y in room + pillar:
@@ -30,19 +31,19 @@ def textmap() -> str:
         for i in range(4):
             block("linedef", v1=start + i, v2=start + (i + 1) % 4, sidefront=start + i, blocking=True)
     for texture in ["STARTAN2"] * 4 + ["BROWN1"] * 4:
-        block("sidedef", sector=0, texturemiddle=f'"{texture}"')
-    block("sector", heightfloor=0, heightceiling=160, lightlevel=224, texturefloor='"FLOOR4_8"', textureceiling='"CEIL3_5"')
+        block("sidedef", sector=0, texturemiddle=texture)
+    block("sector", heightfloor=0, heightceiling=160, lightlevel=224, texturefloor="FLOOR4_8", textureceiling="CEIL3_5")
     near, far, middle = 64, SIDE - 64, SIDE // 2
     starts = [(near, near, 45), (near, far, 315), (far, far, 225), (far, near, 135), (near, middle, 0), (far, middle, 180)]
     things = [(*place, kind) for place in starts for kind in (DEATHMATCH_START, SHOTGUN)]  # weapons stay for the next
     things += [(*starts[0], PLAYER_START), (middle, near, 0, MEDIKIT), (middle, far, 0, ARMOR)]
-    everywhere = {name: True for name in ("skill1", "skill2", "skill3", "skill4", "skill5", "single", "dm", "coop")}
+    everywhere = dict.fromkeys(("skill1", "skill2", "skill3", "skill4", "skill5", "single", "dm", "coop"), True)
     for x, y, angle, kind in things:
         block("thing", x=float(x), y=float(y), angle=angle, type=kind, **everywhere)
     return "\n".join(blocks) + "\n"
 
 
-# Pistol and shotgun need no ammunition (type 5), or whoever has none left would wait for the end
+# Pistol (weapon 1) and shotgun (2) use no ammunition (type 5). A player without any could do nothing until the game's end.
 DEHACKED = """Patch File for DeHackEd v3.0
 Doom version = 19
 Patch format = 6
@@ -57,18 +58,21 @@ Ammo type = 5
 
 def wad(lumps: list[tuple[str, bytes]]) -> bytes:
     """Doom's archive: header, contents, directory of (offset, size, name)."""
-    contents, directory, offset = b"", b"", 12
+    contents, directory, header = b"", b"", struct.Struct("<4sii")
     for name, data in lumps:
-        directory += struct.pack("<ii8s", offset + len(contents), len(data), name.encode())
+        directory += struct.pack("<ii8s", header.size + len(contents), len(data), name.encode())
         contents += data
-    return struct.pack("<4sii", b"PWAD", len(lumps), offset + len(contents)) + contents + directory
+    return header.pack(b"PWAD", len(lumps), header.size + len(contents)) + contents + directory
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lumps = [("DEHACKED", DEHACKED.encode()), ("MAP01", b""), ("TEXTMAP", textmap().encode()), ("ENDMAP", b"")]
+    (folder / "ssl2.wad").write_bytes(wad(lumps))
+    print(f"wrote {folder / 'ssl2.wad'}")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    lumps = [("DEHACKED", DEHACKED.encode()), ("MAP01", b""), ("TEXTMAP", textmap().encode()), ("ENDMAP", b"")]
-    (folder / "ssl2.wad").write_bytes(wad(lumps))
-    print(f"wrote {folder / 'ssl2.wad'}")
+    main(Path(sys.argv[1]))

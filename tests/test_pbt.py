@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import importlib
 import json
 import os
 import queue
@@ -600,6 +601,28 @@ def test_matches_between_checkpoints(start, tmp_path, monkeypatch, capsys):
     (tmp_path / "f" / "cfg.json").write_text(json.dumps(cfg))
     monkeypatch.setattr(sys, "argv", ["appo_pbt_doom.py", "--train-dir", str(tmp_path), "--experiment", "e", "--evaluate", "--opponents", "f"])
     assert appo.main() == 2 and "were trained with different frameskips" in capsys.readouterr().err
+
+
+def test_the_arena_of_the_benchmarks(tmp_path, monkeypatch):
+    """A match starts there, and neither pistol (50 shots at first) nor shotgun (8) runs out of ammunition: the engine would change weapons."""
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    importlib.import_module("arena").main(tmp_path)
+    env = appo.DoomEnv("duel", 4, None, str(tmp_path))
+
+    def play(steps: int, *heads: int) -> float:
+        """Steps of player 0, while the other waits. Returns the weapon in hand."""
+        for _ in range(steps):
+            env.step(dict(player_0=np.array(heads), player_1=np.array([0, 0, 0, 0, 0, 0, 10])))
+        player = env.players[0]
+        return player.variables[player.column["SELECTED_WEAPON"]]
+
+    try:
+        env.reset(seed=1)
+        assert play(300, 0, 0, 0, 1, 0, 0, 10) == 2, "the pistol, after 34 seconds of firing"
+        assert play(10, 1, 0, 3, 0, 0, 0, 10) == 3, "a shotgun lies where a player starts"
+        assert play(200, 0, 0, 0, 1, 0, 0, 10) == 3
+    finally:
+        env.close()
 
 
 def test_a_game_of_pettingzoo(start, tmp_path, monkeypatch):
