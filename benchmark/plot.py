@@ -157,12 +157,24 @@ def policies_table() -> str:
     return table(["", "frames/s, all policies, five runs", "median", "share of the row above"], rows)
 
 
+def self_play_table() -> str:
+    """Games of results/self_play.txt, which is what --evaluate printed, under the name of each file."""
+    rows, number = [], r"(-?[\d.]+)"
+    for file, text in re.findall(r"==> (\w+)\.txt <==\n(.*?)(?===>|\Z)", (RESULTS / "self_play.txt").read_text(), re.S):
+        scores = {name: score for name, *score in re.findall(rf"policy (\S+): .*?frags {number}, deaths {number}", text)}
+        pattern = r"(\S+) against (\S+): (\d+) wins, (\d+) losses, (\d+) ties; (.*) of the decided"
+        for one, other, wins, losses, ties, share in re.findall(pattern, text):
+            name = one if "/" in one else f"{file.removeprefix('bots_')}/{one}"  # against bots an experiment plays alone
+            rows.append([name, other, wins, losses, ties, share, *scores[one]])
+    return table(["policy", "against", "wins", "losses", "ties", "wins of the decided", "frags a game", "deaths"], rows)
+
+
 def settings_table(env_id: str, *goals: float) -> str:
     return compare_settings(read_settings(RESULTS / f"seeds_{env_id}.csv"), goals)
 
 
 TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, throughput=throughput_table, parts=parts_table,
-              null=null_table, policies=policies_table,
+              null=null_table, policies=policies_table, self_play=self_play_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75),
               settings_lag=partial(settings_table, "lag", 5, 10),
