@@ -17,8 +17,9 @@ DIFFERS = {
     },
     "appo_pbt_doom.py": {
         "Args.env_id", "Args.eval_episodes", "Args.evaluate", "Args.num_workers", "Args.total_timesteps", "LOWEST", "HIGHEST", "resolve",
-        "Args.__post_init__", "SCENARIOS", "Scenario.shaping", "launcher", "DoomEnv", "DoomEnv: metadata", "DoomEnv.__init__", "DoomEnv.close", "DoomEnv.render",
-        "DoomEnv.reset", "DoomEnv.step", "spaces_of", "Mailbox", "Mailbox.__init__", "Rollouts.__init__", "slots_needed", "Batch.mask", "appo_loss",
+        "Args.__post_init__", "SCENARIOS", "Scenario.shaping", "launcher", "DoomEnv", "DoomEnv: metadata", "DoomEnv.__init__", "DoomEnv.close",
+        "DoomEnv.render", "DoomEnv.reset", "DoomEnv.step", "spaces_of",
+        "Mailbox", "Mailbox.__init__", "Rollouts.__init__", "slots_needed", "Batch.mask", "appo_loss",
         "Games", "Games.__init__", "Games.close", "Games.reset", "Games.step", "actor", "watch_parent",
         "Actors", "Actors.__init__", "Actors.check", "Actors.replace", "Actors.start", "Actors.stop", "Actors.wait_for_games",
         "Inference.__init__", "Inference.run", "Inference.store", "Inference.wake", "Learner.gather", "Learner.iterate",
@@ -37,10 +38,10 @@ WITHOUT = {
 ONLY = {
     "appo_pbt_doom.py": (
         "Args.eval_policies", "Args.num_policies", "Args.opponents", "Args.pbt_", "Args.policy_settings", "Args.scenario_dir", "Args.with_pbt",
-        "EIGHT", "MATCH", "RULES", "MEASUREMENTS", "OBJECTIVES", "ITEMS", "WEIGHTS", "SHAPING", "SCORES", "shaping_of", "Scenario.", "Player", "GameLost", "DoomEnv",
-        "make_env", "WITHOUT_USE", "table_of_policies", "Batch.inactive", "REPLY", "Seat", "Games.begin", "process_body", "last_words", "Actors.groups", "Replies",
-        "Learner.become", "Control", "TUNED", "mutate", "starting_genes", "default_genes", "Population", "policy_folder", "train_policy", "wilson",
-        "watch", "check_memory",
+        "EIGHT", "MATCH", "RULES", "MEASUREMENTS", "OBJECTIVES", "ITEMS", "WEIGHTS", "SHAPING", "SCORES", "shaping_of", "Scenario.", "Player",
+        "GameLost", "DoomEnv", "make_env", "WITHOUT_USE", "table_of_policies", "Batch.inactive", "REPLY", "Seat", "Games.begin",
+        "process_body", "last_words", "Actors.groups", "Replies", "Learner.become", "Control", "TUNED", "mutate", "starting_genes",
+        "default_genes", "Population", "policy_folder", "train_policy", "wilson", "watch", "check_memory",
     ),
     "appo_atari.py": ("MACHADO", "AtariEnvs", "Residual", "Args.episodic_life", "Args.noop_max", "Args.fire_reset", "Args.sticky_actions",
                       "Args.full_action_space", "Args.machado", "Args.encoder"),
