@@ -105,10 +105,12 @@ def test_actor_killed(start, number):
 
 
 def test_engine_killed(run):
-    r = training(run(*SMALL))
+    """ViZDoom raises an exception; but once in some forty kills the engine died with the lock of the shared message queue
+    in its hand, and ViZDoom waits for ever: then it is a hang."""
+    r = training(run(*SMALL, "--actor-timeout", "20"))
     os.kill(r.engines()[0], signal.SIGKILL)
-    r.wait_for(lambda: "starting it again" in r.text(), 30, "the restart")
-    assert "ViZDoom" in r.text(), "the actor's own traceback"
+    r.wait_for(lambda: "starting it again" in r.text(), 60, "the restart")
+    assert re.search(r"ViZDoom|line \d+ in (step|reset)", r.text()), "the actor's own traceback"
     r.wait_for(lambda: len(r.engines()) == 4, 30, "four engines again")
     goes_on(r, steps(r))
     stop(r)
