@@ -20,7 +20,7 @@ def played(games):
 
 
 @pytest.mark.parametrize(
-    "game, episodic_life, n, steps", [("Breakout-v5", True, 4, 600), ("Breakout-v5", False, 4, 600), ("RoadRunner-v5", True, 8, 600)]
+    "game, episodic_life, n, steps", [("Breakout-v5", True, 4, 450), ("Breakout-v5", False, 4, 450), ("RoadRunner-v5", True, 8, 600)]
 )
 def test_lives_and_games(game, episodic_life, n, steps):
     """The mailbox against a second pool with the same seed and actions, read by hand."""

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from edited import ROOT
+from edited import REPORTS, ROOT, edited
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import seeds  # noqa: E402
@@ -15,11 +15,12 @@ import seeds  # noqa: E402
 def test_settings_and_seeds(tmp_path):
     """Every setting is trained, what failed is said, a run that is cut off goes on, and the same line again makes only what is missing."""
     out, log = tmp_path / "out.csv", tmp_path / "out" / "default_1" / "log.txt"
+    script = edited(tmp_path, "appo_edited", REPORTS)
     settings = "", "no-such-flag=1", "vf-coef=0.25"
     line = [sys.executable, ROOT / "benchmark" / "seeds.py", "--out", out, "--folder", tmp_path, "--seeds", "1", "--goals", "-1000", "1000",
-            "--settings", *settings, "--", sys.executable, ROOT / "appo_doom.py", "--env-id", "basic", "--num-workers", "1",
+            "--settings", *settings, "--", sys.executable, script, "--env-id", "basic", "--num-workers", "1",
             "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "32", "--hidden-size", "32", "--device", "cpu",
-            "--train-for-seconds", "8"]  # fmt: skip
+            "--train-for-seconds", "3"]  # fmt: skip
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (log.exists() and "frames/s" in log.read_text()):
