@@ -18,6 +18,7 @@ import re
 import statistics
 import sys
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,8 +40,8 @@ def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tu
     points = []
     for file in sorted(folder.rglob("events.out.tfevents*")):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
-        if steps in events.Tags()["scalars"]:
-            values = {event.step: event.value for event in events.Scalars(returns)} if returns else {}
+        if steps in (tags := events.Tags()["scalars"]):  # a short run may have ended no episode
+            values = {event.step: event.value for event in events.Scalars(returns)} if returns in tags else {}
             points += [(event.wall_time, event.step, values.get(event.step)) for event in events.Scalars(steps)]
     log = folder / "log.txt"
     first = log.read_text()[:19] if log.exists() else None
@@ -103,7 +104,8 @@ def main() -> None:
         return
     rates = {}
     for folder in folders:
-        points = read(folder)
+        points = read(folder)  # of which only those count at which steps were new: a batch may take many seconds
+        points = [point for last, point in pairwise([(0.0, 0, None), *points]) if point[1] > last[1]]
         points = [point for point in points if point[0] >= points[0][0] + 20]
         (begin, first, _), (end, last, _) = points[0], points[-1]
         rates[folder.name] = dict(
