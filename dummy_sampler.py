@@ -40,10 +40,10 @@ NULL_WORKERS = (2, 4, 8, 16, 32, 64)
 
 @dataclass
 class Options:
-    family: Literal["doom", "atari", "pbt_doom"] = "doom"
+    family: Literal["doom", "atari", "dmlab", "pbt_doom"] = "doom"
     """which variant's environments"""
     env_id: str | None = None
-    """environment; default: benchmark for doom, Breakout-v5 for atari, duel for pbt_doom"""
+    """environment; default: benchmark for doom, Breakout-v5 for atari, dmlab_benchmark for dmlab, duel for pbt_doom"""
     num_workers: int | None = None
     """processes. Default: the cores this process may use"""
     num_envs_per_worker: int = 16
@@ -77,7 +77,8 @@ def variant(options: Options):
     if options.out and not options.out.parent.is_dir():
         sys.exit(f"error: there is no folder {options.out.parent}")
     appo = importlib.import_module(f"appo_{options.family}")
-    env_id = options.env_id or {"doom": "benchmark", "atari": "Breakout-v5", "pbt_doom": "duel"}[options.family]
+    default = dict(doom="benchmark", atari="Breakout-v5", dmlab="dmlab_benchmark", pbt_doom="duel")
+    env_id = options.env_id or default[options.family]
     args = appo.Args(env_id=env_id, device="cpu", num_workers=options.num_workers,
                      num_envs_per_worker=options.num_envs_per_worker,
                      set_workers_cpu_affinity=options.set_workers_cpu_affinity)  # fmt: skip
@@ -86,6 +87,8 @@ def variant(options: Options):
     try:
         args = appo.resolve(args)
         appo.spaces_of(args)  # is there such an environment? starts no game
+        if options.family == "dmlab":
+            appo.check_level(args)
     except appo.UserError as error:
         sys.exit(f"error: {error}")
     return appo, args
@@ -101,7 +104,8 @@ def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     make = Matches if family == "pbt_doom" else appo.make_envs
-    envs, steps, reset = make(args, args.num_envs_per_worker), steps.numpy(), reset.numpy()
+    rows = (worker * args.num_envs_per_worker,) if family == "dmlab" else ()  # which say what task a game plays
+    envs, steps, reset = make(args, args.num_envs_per_worker, *rows), steps.numpy(), reset.numpy()
     start = time.perf_counter()
     envs.reset(seed=1000 * worker)
     reset[worker] = time.perf_counter() - start
@@ -227,7 +231,7 @@ class NullEnvs(gym.vector.VectorEnv):
 def null_actor(family: str, image: tuple[int, ...], *arguments) -> None:
     """The variant's own actor, with environments that cost nothing."""
     appo = importlib.import_module(f"appo_{family}")
-    appo.make_envs = lambda args, num_envs: NullEnvs(num_envs, image)
+    appo.make_envs = lambda args, num_envs, *rows: NullEnvs(num_envs, image)
     appo.actor(*arguments)
 
 
@@ -342,7 +346,7 @@ def main() -> None:
         if options.sweep:
             print(f"best: {best['envs_per_worker']} environments per worker, {best['frames_per_second']:,} frames/s")
     if options.out:
-        engine = {appo.ENGINE: sys.modules[appo.ENGINE].__version__}
+        engine = {appo.ENGINE: getattr(sys.modules[appo.ENGINE], "__version__", "unknown")}
         content = dict(machine=machine() | engine, command=command(), env_id=args.env_id, results=results)
         options.out.write_text(json.dumps(content, indent=2) + "\n")
 

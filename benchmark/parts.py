@@ -38,10 +38,10 @@ import dummy_sampler  # noqa: E402
 class Options:
     out: Path
     """JSON file for the results"""
-    family: Literal["doom", "atari", "pbt_doom"] = "doom"
+    family: Literal["doom", "atari", "dmlab", "pbt_doom"] = "doom"
     """which variant"""
     env_id: str | None = None
-    """environment; default: benchmark for doom, Breakout-v5 for atari, duel for pbt_doom"""
+    """environment; default: benchmark for doom, Breakout-v5 for atari, dmlab_benchmark for dmlab, duel for pbt_doom"""
     num_workers: int = 2
     """processes, each pinned to a core"""
     num_envs_per_worker: int = 16
@@ -88,6 +88,24 @@ def atari_steps(envs, actions):
             yield valid
 
 
+def lab_steps(envs, actions):
+    """As `doom_steps`."""
+    while True:
+        for action in actions:
+            ended = envs._autoreset_envs
+            valid = envs.num_envs - np.count_nonzero(ended)
+            for i, env in enumerate(envs.envs):
+                if ended[i]:
+                    env.reset()
+                else:
+                    env.lab.step(env.actions[action[i]], num_steps=env.args.frameskip)
+                    env.frames += env.args.frameskip
+                ended[i] = not env.lab.is_running()
+                if not ended[i]:
+                    env.lab.observations()
+            yield valid
+
+
 def match_steps(envs, actions):
     def play(player, action, barrier) -> bool:
         player.game.set_action(player.press(action))
@@ -131,7 +149,7 @@ def bare_worker(family: str, args, core: int, counters, barrier) -> None:
     envs.reset(seed=1000 * core)
     envs.action_space.seed(core)
     actions = [envs.action_space.sample() for _ in range(500)]
-    bare_steps = {"doom": doom_steps, "atari": atari_steps, "pbt_doom": match_steps}[family]
+    bare_steps = {"doom": doom_steps, "atari": atari_steps, "dmlab": lab_steps, "pbt_doom": match_steps}[family]
     loops = bare_steps(envs, actions), dummy_sampler.valid_steps(envs, actions)
     barrier.wait()
     while True:

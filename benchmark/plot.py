@@ -39,7 +39,10 @@ PEERS = {
     "atari_cleanrl-1-epoch": "CleanRL, one epoch",
     "atari_sb3": "Stable-Baselines3 2.9.2, PPO",
     "atari_sb3-1-epoch": "Stable-Baselines3, one epoch",
+    "dmlab_ours": "`appo_dmlab.py`",
+    "dmlab_sf": "Sample Factory 2.1.1",
 }
+FAMILIES = dict(doom="Doom", atari="Atari", dmlab="DeepMind Lab")
 
 
 def read_curves(*names: str) -> dict[str, list[list[tuple[float, float, float]]]]:
@@ -102,14 +105,14 @@ def battle_table() -> str:
     return table(["", *columns], rows)
 
 
-def peers_table() -> str:
-    result, rows = read_json("peers.json"), []
+def peers_table(name: str = "peers") -> str:
+    result, rows = read_json(f"{name}.json"), []
     for system, name in PEERS.items():
         if system in result["medians"]:
             rates = [run["frames_per_second"] for key, run in result["runs"].items() if key.rsplit("_", 1)[0] == system]
             family, median = system.split("_")[0], result["medians"][system]
             ratio = f"{result['medians'][f'{family}_ours'] / median:.1f} x" if system in result["ratios"] else ""
-            rows.append([{"doom": "Doom", "atari": "Atari"}[family], name, numbers(rates), f"**{median:,.0f}**", ratio])
+            rows.append([FAMILIES[family], name, numbers(rates), f"**{median:,.0f}**", ratio])
     return table(["", "", "frames/s, three runs", "median", "ours / peer"], rows)
 
 
@@ -117,19 +120,19 @@ def throughput_table() -> str:
     rows = []
     for row in read_json("throughput.json")["frames_per_second"]:
         training, ceiling = statistics.mean(row["training"]), statistics.mean(row["ceiling"])
-        rows.append([{"doom": "Doom", "atari": "Atari"}[row["family"]], f"{row['workers']} x {row['envs_per_worker']}", f"{training:,.0f}",
+        rows.append([FAMILIES[row["family"]], f"{row['workers']} x {row['envs_per_worker']}", f"{training:,.0f}",
                      f"{ceiling:,.0f}", f"{training / ceiling:.0%}"])  # fmt: skip
     return table(["", "environments", "training, frames/s", "ceiling, frames/s", "share"], rows)
 
 
 def parts_table() -> str:
     rows = []
-    for family in ("doom", "atari"):
+    for family in FAMILIES:
         result = read_json(f"parts_{family}.json")
         times = result["milliseconds_per_sample"]
         shares = [f"{statistics.median(x):.0%} ({min(x):.0%} to {max(x):.0%})" for x in result["shares"].values()]
         rows.append([
-            {"doom": "Doom", "atari": "Atari"}[family], f"{result['simulation_milliseconds']:.2f}", f"{times['inference, batch 16']:.2f}",
+            FAMILIES[family], f"{result['simulation_milliseconds']:.2f}", f"{times['inference, batch 16']:.2f}",
             f"{times['learning, batch 1024']:.2f}", f"{result['estimate_frames_per_second']:,}", *shares,
         ])  # fmt: skip
     columns = ("game, ms", "acting, ms", "learning, ms", "together, frames/s", "dummy sampler", "random actions")
@@ -140,7 +143,7 @@ def null_table() -> str:
     rows = []
     for family in ("doom", "atari"):
         results = read_json(f"null_{family}.json")["results"]
-        name = {"doom": "Doom", "atari": "Atari"}[family]
+        name = FAMILIES[family]
         rows.append([f"{name}, rows/s", *(f"{result['rows_per_second']:,}" for result in results)])
         rows.append([f"{name}, us a group of 16", *(f"{result['microseconds_per_group']:,.0f}" for result in results)])
     return table(["workers", *(str(result["workers"]) for result in results)], rows)
@@ -173,8 +176,8 @@ def settings_table(env_id: str, *goals: float) -> str:
     return compare_settings(read_settings(RESULTS / f"seeds_{env_id}.csv"), goals)
 
 
-TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, throughput=throughput_table, parts=parts_table,
-              null=null_table, policies=policies_table, self_play=self_play_table,
+TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, peers_dmlab=partial(peers_table, "peers_dmlab"),
+              throughput=throughput_table, parts=parts_table, null=null_table, policies=policies_table, self_play=self_play_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75),
               settings_lag=partial(settings_table, "lag", 5, 10),

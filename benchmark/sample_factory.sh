@@ -9,12 +9,18 @@ shift 4
 [[ ${SF_PYTHON:-} != */* ]] || SF_PYTHON=$(realpath -s "$SF_PYTHON")   # -s: a virtual environment's python is a link
 common=(--env="$env" --seed="$seed" --algo=APPO --device=cpu --env_frameskip=4 --num_workers=2 --rollout=32 --batch_size=1024
         --num_batches_per_epoch=1 --num_epochs=1 --train_dir="$folder" --experiment=sf)
+deadline=45   # seconds in which all of its workers are there
 case $env in
     doom_*) module=sf_examples.vizdoom.train_vizdoom
             flags=(--use_rnn=True --recurrence=32 --num_envs_per_worker=16 --worker_num_splits=2 --wide_aspect_ratio=False) ;;
     atari_*) module=sf_examples.envpool.atari.train_envpool_atari   # 64 agents: 2 workers with a pool of 32 games each
             flags=(--use_rnn=False --recurrence=1 --env_agents=32 --num_envs_per_worker=1 --worker_num_splits=1 --async_rl=True
                    --serial_mode=False --with_vtrace=False) ;;
+    dmlab_*) module=sf_examples.dmlab.train_dmlab   # deepmind_lab must be where its python finds it
+             # Without the last flag it plays for most of a minute at random before it begins.
+             deadline=90
+             flags=(--use_rnn=True --recurrence=32 --num_envs_per_worker=16 --worker_num_splits=2
+                    --encoder_conv_architecture=resnet_impala --dmlab_use_level_cache=False --decorrelate_envs_on_one_worker=False) ;;
 esac
 start() {
     rm -rf "${folder:?}"   # else it resumes
@@ -44,7 +50,7 @@ for attempt in 1 2 3; do
         sleep 1
         ((second >= 15)) || note_files   # of the game it starts first, only to look at it; later it would disturb what is measured
         kill -0 "$session" 2> /dev/null || { echo "sample-factory ended by itself, see $folder/out.txt" >&2; exit 1; }
-        if ((second == 45)) && (($(grep -o "Heartbeat connected on RolloutWorker_w." "$folder/out.txt" | sort -u | wc -l) < 2)); then
+        if ((second == deadline)) && (($(grep -o "Heartbeat connected on RolloutWorker_w." "$folder/out.txt" | sort -u | wc -l) < 2)); then
             echo "a rollout worker of sample-factory is not there, which it would only notice after half an hour: starting it again" >&2
             stop
             continue 2

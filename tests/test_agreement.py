@@ -15,6 +15,13 @@ DIFFERS = {
         "Args.exploration_loss", "Args.ent_coef", "Args.max_grad_norm", "Args.reward_scale", "Args.reward_clip",
         "Args.normalize_input", "Args.batch_size", "Args.rnn_type",
     },
+    "appo_dmlab.py": {
+        "ENGINE, TICKS_PER_SECOND", "GAME_SHARED_MEMORY", "IMAGE", "GAME, NETWORK", "SESSION", "resolve", "make_envs", "Mailbox.__init__",
+        "Agent", "Agent.__init__", "Agent.encode", "Agent.forward", "Agent.update_normalizers", "appo_loss", "Games.__init__", "Games.reset",
+        "Games.step", "spaces_of", "parse_args", "Reporter", "end_group", "Inference.__init__", "Inference.act", "Learner.load", "Learner.update",
+        "save_checkpoint", "evaluate", "Reporter.__init__", "Reporter.counters", "Reporter.report", "learn", "train", "main", "Args.env_id",
+        "Args.eval_episodes", "Args.total_timesteps", "Args.normalize_input", "Args.rnn_type", "Args.hidden_size", "Args.actor_timeout",
+    },
     "appo_pbt_doom.py": {
         "Args.env_id", "Args.eval_episodes", "Args.evaluate", "Args.num_workers", "Args.total_timesteps", "LOWEST", "HIGHEST", "resolve",
         "Args.__post_init__", "SCENARIOS", "Scenario.shaping", "launcher", "DoomEnv", "DoomEnv: metadata", "DoomEnv.__init__", "DoomEnv.close",
@@ -31,6 +38,8 @@ DIFFERS = {
 WITHOUT = {
     "appo_atari.py": ("SCREEN", "IMAGE", "VARIABLES", "SETTINGS", "Scenario", "TURN", "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS",
                       "find_wad", "launcher", "unlink_game_files", "unlink_orphans", "DoomEnv", "Args.cfg_path", "Args.__post_init__"),
+    "appo_dmlab.py": ("SCREEN", "VARIABLES", "SETTINGS", "Scenario", "TURN", "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS",
+                      "find_wad", "launcher", "unlink_game_files", "unlink_orphans", "DoomEnv", "Args.cfg_path", "Args.__post_init__"),
     "appo_pbt_doom.py": ("Actors.is_current", "Actors.reply", "DoomEnv.bonus", "DoomEnv.observation", "DoomEnv.read_state", "DoomEnv.setup",
                          "Games.write", "in_process", "make_envs", "sampling"),
 }  # fmt: skip
@@ -42,6 +51,14 @@ ONLY = {
         "GameLost", "DoomEnv", "make_env", "WITHOUT_USE", "table_of_policies", "Batch.inactive", "REPLY", "Seat", "Games.begin",
         "process_body", "last_words", "Actors.groups", "Replies", "Learner.become", "Control", "TUNED", "mutate", "starting_genes",
         "default_genes", "Population", "policy_folder", "train_policy", "wilson", "watch", "check_memory",
+    ),
+    "appo_dmlab.py": (
+        "WORDS, VOCABULARY", "Task", "TASKS", "OTHER_LEVELS", "SHORT_NAMES", "FORWARD", "LEFT", "ACTIONS", "EXTENDED_ACTIONS", "task_of",
+        "tasks_of", "task_numbers", "games_memory", "shares_of_tasks", "human_normalized", "lab_module", "make_lab", "check_level",
+        "cache_folder", "prepare_engines", "prepare_process", "words_of", "LevelCache", "LabEnv", "Residual", "PopArt", "Agent.read",
+        "Games.count", "Reporter.s", "Reporter.text", "fill_level_cache", "compile_maps",
+        "Args.extended_action_set", "Args.one_task_per_worker", "Args.dataset_path", "Args.level_cache", "Args.fill_level_cache", "Args.renderer",
+        "Args.normalize_returns", "Args.encoder",
     ),
     "appo_atari.py": ("MACHADO", "AtariEnvs", "Residual", "Args.episodic_life", "Args.noop_max", "Args.fire_reset", "Args.sticky_actions",
                       "Args.full_action_space", "Args.machado", "Args.encoder"),

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import appo_atari
 import appo_doom
-from edited import ROOT
+from edited import REPORTS, ROOT, edited
 
 SMALL = ("--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32",
          "--device", "cpu", "--precision", "float32")  # fmt: skip
@@ -44,8 +44,8 @@ def scalars(folder: Path) -> dict[str, list]:
     [("appo_doom", "basic", "battle", "0.0004", (480, 640, 3)), ("appo_atari", "Breakout-v5", "Pong-v5", "0.00025", (840, 640, 3))],
 )
 def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys, name, game, other, learning_rate, screen):
-    script = ROOT / f"{name}.py"
-    r = run(*SMALL, "--experiment", "e", "--env-id", game, "--train-for-seconds", "11", script=script)
+    script = edited(tmp_path, f"{name}_edited", REPORTS, source=ROOT / f"{name}.py")
+    r = run(*SMALL, "--experiment", "e", "--env-id", game, "--train-for-seconds", "5", script=script)
     assert r.wait(90) == 0
     for expected in (
         "parameters on cpu",

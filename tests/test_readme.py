@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import appo_atari
+import appo_dmlab
 import appo_doom
 import appo_pbt_doom
 import dummy_sampler
@@ -26,7 +27,7 @@ README, MEASUREMENTS = (ROOT / "README.md").read_text(), (ROOT / "benchmark" / "
 TEXTS = {"README.md": README, "benchmark/README.md": MEASUREMENTS}
 FLAGS = {"help", "logdir", "no-deps"} | {
     prefix + field.name.replace("_", "-")
-    for options in (appo_doom.Args, appo_atari.Args, appo_pbt_doom.Args, dummy_sampler.Options, animation.Options)
+    for options in (appo_doom.Args, appo_atari.Args, appo_dmlab.Args, appo_pbt_doom.Args, dummy_sampler.Options, animation.Options)
     for field in fields(options)
     for prefix in (("", "no-") if field.type is bool else ("",))
 }

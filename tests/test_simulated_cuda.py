@@ -23,7 +23,7 @@ import pytest
 
 from edited import ROOT, edited
 
-VARIANTS = ("appo_doom.py", "appo_atari.py", "appo_pbt_doom.py")
+VARIANTS = ("appo_doom.py", "appo_atari.py", "appo_dmlab.py", "appo_pbt_doom.py")
 IMAGE = (44, 44, 3)
 SIZES = dict(num_workers=4, num_envs_per_worker=4, worker_num_splits=2, num_epochs=2, inference_threads=1, learner_threads=1)
 GROUPS, ROWS = 8, 2  # of these sizes: groups, and rows in each
@@ -145,7 +145,7 @@ def order(appo, ahead: int, until_report: bool) -> None:
                 rows = slice(group * ROWS, group * ROWS + ROWS)
                 cuda.take_back(self.mailbox.obs[rows])
                 cuda.take_back(self.mailbox.vector[rows])
-                write_rows(self.numpy, rows, self.rng)
+                write_rows(appo, self.numpy, rows, self.rng)
                 self.playing.remove(group)
             return True
 
@@ -212,7 +212,8 @@ def order(appo, ahead: int, until_report: bool) -> None:
 
 
 def sized(appo, **settings):
-    return appo.Args(**SIZES, **settings, **(dict(num_policies=1) if hasattr(appo, "train_policy") else {}))
+    own = dict(num_policies=1) if hasattr(appo, "train_policy") else dict(encoder="convnet") if hasattr(appo, "PopArt") else {}
+    return appo.Args(**SIZES, **settings, **own)
 
 
 def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
@@ -223,7 +224,8 @@ def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
 
     def run(kind: str) -> dict:
         torch.manual_seed(0)
-        rng, device, spaces = np.random.default_rng(0), torch.device(kind), appo.Spaces(IMAGE, vector, tuple(heads))
+        rng, device = np.random.default_rng(0), torch.device(kind)
+        spaces = appo.Spaces(IMAGE, vector + 2 * hasattr(appo, "PopArt"), tuple(heads))
         args = appo.resolve(sized(appo, device=kind, precision="float32", rnn_type=rnn, rollout=8, batch_size=128, hidden_size=32))
         agent, memory = appo.Agent(spaces, args).to(device), ()
         if hasattr(appo, "train_policy"):
@@ -236,7 +238,7 @@ def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
         with appo.own_stream(device, threads=1):
             for _ in range(60):
                 for group in set(rng.choice(GROUPS, rng.integers(1, GROUPS + 1), replace=False).tolist()) - waiting:
-                    write_rows(inference.numpy, slice(group * ROWS, group * ROWS + ROWS), rng)
+                    write_rows(appo, inference.numpy, slice(group * ROWS, group * ROWS + ROWS), rng)
                     waiting.add(group)
                 waiting -= set(inference.serve(sorted(waiting)))
                 actions.append(inference.numpy.action.copy())
@@ -256,10 +258,13 @@ def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
     return dict(updates=len(one["metrics"]))
 
 
-def write_rows(numpy, rows: slice, rng: np.random.Generator) -> None:
+def write_rows(appo, numpy, rows: slice, rng: np.random.Generator) -> None:
     """What games might write into the mailbox."""
     numpy.obs[rows] = rng.integers(0, 256, numpy.obs[rows].shape)
     numpy.vector[rows] = rng.normal(size=numpy.vector[rows].shape)
+    if hasattr(appo, "PopArt"):  # there a task's number, of which there is one, and those of words
+        numpy.vector[rows] = rng.integers(appo.VOCABULARY, size=numpy.vector[rows].shape)
+        numpy.vector[rows, 0] = 0
     numpy.reward[rows] = rng.normal(size=ROWS)
     numpy.first[rows], numpy.terminated[rows] = rng.random((2, ROWS)) < 0.1
     if hasattr(numpy, "inactive"):
@@ -293,6 +298,7 @@ def main() -> None:
     import simulated_cuda  # noqa: F401 before the project
     import torch.utils.tensorboard  # noqa: F401
 
+    sys.path.append(str(ROOT / "tests" / "stand_in"))  # for appo_dmlab.py
     for variant in VARIANTS:
         load(ROOT / variant)
     for line in sys.stdin:

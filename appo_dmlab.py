@@ -1,0 +1,2169 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "numpy==2.4.6",
+#     "gymnasium==1.4.0",
+#     "tyro==1.0.17",
+#     "tensorboard==2.21.0",
+#     "tqdm==4.70.1",
+#     "imageio[ffmpeg]==2.38.1",
+# ]
+# ///
+"""Asynchronous PPO with V-trace on DeepMind Lab: the whole pipeline of Sample Factory / IMPALA in one file.
+
+    python appo_dmlab.py --env-id rooms_collect_good_objects_train
+    python appo_dmlab.py --env-id dmlab_30 --dataset-path dummy --num-workers 20 --num-envs-per-worker 30
+
+A deliberate edit of appo_doom.py. What differs: one level or the 30 tasks of DMLab-30 (`TASKS`, `LabEnv`), their
+generated maps in a cache that runs share (`LevelCache`, `fill_level_cache`), the network, which reads instructions
+(`Agent`), values in units of their own for each task (`PopArt`), and returns that are reported task by task, also in
+per cent of what people reach. At an episode's end the engine has no observation: the one before stands for it. All
+else is the same text. The engine, deepmind_lab, is in no package registry.
+
+     actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
+     +-------------------------------+  request: group g  +------------------------------------------+
+     | step the envs of split s      | -----------------> | inference thread                         |
+     | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
+     | the mailbox rows of group g   | <----------------- |   into the rollouts, forward, sample,    |
+     | (meanwhile the other split    |  reply: byte s     |   write actions into the mailbox         |
+     |  waits for its actions)       |                    +------------------------------------------+
+     +-------------------------------+                       | full slots                ^ free slots
+                                                          +------------------------------------------+
+                                                          | learner (main thread)                    |
+                                                          |   take B slots, V-trace, PPO step,       |
+                                                          |   publish weights as version v+1         |
+                                                          +------------------------------------------+
+     slot:  FREE -> FILLING (one row) -> FULL -> LEARNING -> FREE        exactly one owner at any time
+
+Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
+endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
+is room for one rollout (T steps of one row), a *batch* is B rollouts, an *iteration* is what the learner does with one.
+A *step* is one decision of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every policy that is
+published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
+that chose its action.
+
+One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
+NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
+observation is the first of the next episode. So two flags say all there is to know:
+
+    first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
+    terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
+
+and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was restarted)
+cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
+last step bootstraps from the value of the true last observation.
+"""
+
+import contextlib
+import copy
+import ctypes
+import difflib
+import faulthandler
+import functools
+import hashlib
+import json
+import math
+import multiprocessing.connection
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import queue
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import zipfile
+from collections import deque
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from tqdm import tqdm
+
+
+# ======================================================================================================================
+# Args
+# ======================================================================================================================
+
+
+@dataclass
+class Args:
+    # --- run
+    env_id: str = "rooms_collect_good_objects_train"
+    """dmlab_30, a level by its name, with or without contributed/dmlab30/, several with commas between them, or one of
+    Sample Factory's short names: dmlab_benchmark, dmlab_benchmark_slow_reset, dmlab_sparse, dmlab_sparse_doors,
+    dmlab_nonmatch, dmlab_watermaze"""
+    extended_action_set: bool | None = None  # IMPALA's 15 actions instead of 9. Default: with dmlab_30
+    one_task_per_worker: bool = False
+    """with several tasks every worker plays a single one, so that slow levels do not hold up others, but fast levels
+    get a larger share of the samples. Default: the games of a worker play one task after the other"""
+    dataset_path: str | None = None
+    """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours"""
+    level_cache: str | None = None
+    """folder of compiled maps, which any number of runs may share. Maps that are there are played first, so two runs
+    are only alike if their caches are. Default: level_cache below train_dir"""
+    fill_level_cache: int | None = None  # instead of training, compile maps for so many new seeds of each task
+    renderer: Literal["software", "hardware"] = "software"  # hardware where the engine was built with it
+    frameskip: int = 4  # game ticks (frames) per step of the agent
+    seed: int = 1  # of the network, of the action sampling and of the games
+    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip), all sessions together
+    train_for_seconds: float | None = None  # stop after this many seconds of this session
+    device: str = "auto"  # cpu, cuda or cuda:1; auto takes cuda where there is one
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
+    experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
+    train_dir: str = "train_dir"  # where experiments are kept
+    save_every_sec: float = 120.0  # seconds between checkpoints
+    keep_checkpoints: int = 2  # how many of the latest checkpoints are kept
+    evaluate: bool = False  # play with a checkpoint of `experiment` instead of training
+    eval_episodes: int = 10  # number of episodes to play of each task, on its test level where it has one
+    eval_deterministic: bool = False  # play the likeliest action instead of a sampled one
+    load_checkpoint_kind: Literal["latest", "best"] = "latest"  # which checkpoint to play with
+    save_video: bool = False  # write the first minute of one game's episodes to <experiment>/video.mp4
+
+    # --- sampling
+    num_workers: int | None = None
+    """actor processes. Default: the cores this process may use. 0: games in this process, to debug (implies sync)"""
+    num_envs_per_worker: int = 16  # games per worker
+    worker_num_splits: int | None = None
+    """parts that a worker's games are stepped in: it steps one while the others wait for actions. Default: 2 with CUDA
+    and an even number of games, else 1 (without CUDA a worker that waits leaves its core to the network)"""
+    set_workers_cpu_affinity: bool = True
+    """pin worker i and its games to the i-th core of this process; off where a container's CPU quota is less than its
+    cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
+    sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
+    actor_timeout: float | None = None
+    """a worker is restarted when a step, or the start of one game, takes more seconds. Default: 60 for each game of a
+    split, since all of them may have to compile a map in one step; at least 600"""
+    inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
+    learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
+
+    # --- algorithm
+    rollout: int = 32  # steps per rollout (T)
+    batch_size: int | None = None
+    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2, from 1024 to 8192; with
+    sync rows * rollout"""
+    num_epochs: int = 1  # passes over each batch; with sync PPO clips nothing in the first
+    max_batches_ahead: int = 1  # batches collected ahead of the learner; more hides jitter and adds lag
+    max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
+    learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
+    gamma: float = 0.99  # discount per step
+    vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
+    vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
+    vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 is the V-trace of the paper
+    clip_coef: float = 0.1  # PPO: the ratio is clipped to [1/(1+e), 1+e]
+    ppo_clip_value: float = 0.2  # PPO: the value may move this far from the one at acting time
+    vf_coef: float = 0.5  # coefficient of the value loss
+    exploration_loss: Literal["entropy", "symmetric_kl"] = "symmetric_kl"
+    """reward for entropy, or penalty for the symmetric KL divergence from the uniform policy"""
+    ent_coef: float = 0.001  # coefficient of the exploration loss
+    max_grad_norm: float = 4.0  # gradients are scaled down to this norm; 0 turns it off
+    reward_scale: float = 1.0  # rewards are multiplied by this (on top of the environment's own scale)
+    reward_clip: float = 10.0  # then clipped to +- this
+    normalize_input: bool = True  # every pixel by its running mean and variance; off: pixels / 255
+    normalize_returns: bool = True  # values and their losses in units of their own, for each task (PopArt)
+    encoder: Literal["impala", "convnet"] = "impala"
+    """the residual convolutions of Espeholt et al. (2018), or Sample Factory's two plain ones (convnet_impala)"""
+    rnn_type: Literal["gru", "lstm", "none"] = "lstm"  # the recurrent core
+    hidden_size: int = 256  # units of the encoder's last layer and of the recurrent core
+
+
+# The ranges of numeric flags; of those not named, 1 to infinity for whole numbers and 0.0 to infinity for others
+LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
+HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, worker_num_splits=256)  # a reply is one byte
+BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
+
+
+class UserError(Exception):
+    """Something the user can fix; printed as one line, without a traceback."""
+
+
+def cpu_quota() -> float:
+    """How many cores' time this process's container may use (cgroup v2, else v1); infinity without a limit."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max" instead of a number
+            quota, period = map(int, " ".join(Path("/sys/fs/cgroup", name).read_text() for name in names).split())
+            if quota > 0:
+                return quota / period
+    return float("inf")
+
+
+def resolve(args: Args) -> Args:
+    """A copy of `args` with every None and "auto" replaced by the value that this machine gives. Raises UserError."""
+    args = copy.copy(args)
+    for name, value in asdict(args).items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            low, high = LOWEST.get(name, 1 if isinstance(value, int) else 0.0), HIGHEST.get(name, np.inf)
+            if not low <= value <= high:
+                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = args.device.partition(":")
+    if args.device not in ("cpu", "cuda") and (kind != "cuda" or not index.isdecimal() or index != str(int(index))):
+        raise UserError(f"--device {args.device} is no device for this; cpu, cuda or cuda:1")
+    if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
+        raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {count} CUDA devices")
+    if args.extended_action_set is None:
+        args.extended_action_set = "dmlab_30" in args.env_id.split(",")
+    cpu, in_mask, quota = kind == "cpu", len(os.sched_getaffinity(0)), cpu_quota()
+    if args.precision == "auto":
+        if cpu:
+            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        else:
+            with torch.cuda.device(args.device):
+                capable = torch.cuda.is_bf16_supported(including_emulation=False)
+        args.precision = "bfloat16" if capable else "float32"
+    n = max(1, int(min(in_mask, quota)))
+    if quota < in_mask:  # this machine's other containers see the same cores, and would pin to them too
+        args.set_workers_cpu_affinity = False
+    args.num_workers = n if args.num_workers is None else args.num_workers
+    args.sync |= args.num_workers == 0
+    if args.num_workers == 0:
+        args.worker_num_splits = 1
+    elif args.worker_num_splits is None:
+        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
+    # On a CPU learning costs three times inference and the games together, with the ResNet; with --sync all take turns.
+    args.learner_threads = args.learner_threads or (1 if not cpu else n)
+    args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
+    if args.num_envs_per_worker % args.worker_num_splits:
+        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
+                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
+    if args.actor_timeout is None:
+        args.actor_timeout = max(600.0, 60.0 * args.num_envs_per_worker / args.worker_num_splits)
+    rows = max(1, args.num_workers) * args.num_envs_per_worker
+    if args.batch_size is None:
+        if args.sync:  # one rollout of every row
+            args.batch_size = rows * args.rollout
+        else:
+            power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE))
+            args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
+    if args.batch_size < args.rollout or args.batch_size % args.rollout:
+        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
+    if args.sync and args.batch_size != rows * args.rollout:
+        raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} is not {rows} rows x "
+                        f"{args.rollout} steps = {rows * args.rollout}")  # fmt: skip
+    return args
+
+
+# ======================================================================================================================
+# Environment
+# ======================================================================================================================
+
+ENGINE, TICKS_PER_SECOND = "deepmind_lab", 60
+GAME_SHARED_MEMORY = 0  # bytes of /dev/shm that a game takes
+IMAGE = (72, 96, 3)  # height, width, RGB
+WORDS, VOCABULARY = 16, 1000  # words of an instruction that are read, and their numbers: 0 for none, 1 to 999
+
+
+class Task(NamedTuple):
+    """One of DMLab-30 (https://github.com/google-deepmind/lab, game_scripts/levels/contributed/dmlab30)."""
+
+    human: float  # mean return of people
+    random: float  # and of random actions (Sample Factory, dmlab30.py)
+    frames: float  # an episode's time limit (episodeLengthSeconds of its script)
+    test: str = ""  # level for evaluation, where it is another one
+    generated: bool = False  # every episode has a map of its own, which the engine compiles: 3 to 25 seconds
+    dataset: bool = False  # needs --dataset-path
+
+
+TASKS = {
+    "rooms_collect_good_objects_train": Task(10, 0.073, 3600, test="rooms_collect_good_objects_test"),
+    "rooms_exploit_deferred_effects_train": Task(85.65, 8.501, 3600, test="rooms_exploit_deferred_effects_test"),
+    "rooms_select_nonmatching_object": Task(65.9, 0.312, 720),
+    "rooms_watermaze": Task(54, 4.065, 7200),
+    "rooms_keys_doors_puzzle": Task(53.8, 4.135, 3600, generated=True),
+    "language_select_described_object": Task(389.5, -0.07, 3600),
+    "language_select_located_object": Task(280.7, 1.929, 7200),
+    "language_execute_random_task": Task(254.05, -5.913, 7200),
+    "language_answer_quantitative_question": Task(184.5, -0.33, 3600),
+    "lasertag_one_opponent_small": Task(12.65, -0.224, 14400, generated=True),
+    "lasertag_three_opponents_small": Task(18.55, -0.214, 14400, generated=True),
+    "lasertag_one_opponent_large": Task(18.6, -0.083, 14400, generated=True),
+    "lasertag_three_opponents_large": Task(31.5, -0.102, 14400, generated=True),
+    "natlab_fixed_large_map": Task(36.9, 2.173, 7200),
+    "natlab_varying_map_regrowth": Task(24.45, 2.989, 7200),
+    "natlab_varying_map_randomized": Task(42.35, 7.346, 7200),
+    "skymaze_irreversible_path_hard": Task(100, 0.1, 3600, generated=True),
+    "skymaze_irreversible_path_varied": Task(100, 14.4, 3600, generated=True),
+    "psychlab_arbitrary_visuomotor_mapping": Task(58.75, 0.163, 18000, dataset=True),
+    "psychlab_continuous_recognition": Task(58.3, 0.224, 18000, dataset=True),
+    "psychlab_sequential_comparison": Task(39.5, 0.129, 18000),
+    "psychlab_visual_search": Task(78.5, 0.085, 9000),
+    "explore_object_locations_small": Task(74.45, 3.575, 5400, generated=True),
+    "explore_object_locations_large": Task(65.65, 4.673, 7200, generated=True),
+    "explore_obstructed_goals_small": Task(206, 6.76, 5400, generated=True),
+    "explore_obstructed_goals_large": Task(119.5, 2.61, 7200, generated=True),
+    "explore_goal_locations_small": Task(267.5, 7.66, 5400, generated=True),
+    "explore_goal_locations_large": Task(194.5, 3.14, 7200, generated=True),
+    "explore_object_rewards_few": Task(77.7, 2.073, 5400, generated=True),
+    "explore_object_rewards_many": Task(106.7, 2.438, 7200, generated=True),
+}
+OTHER_LEVELS = {  # and their time limits
+    "seekavoid_arena_01": 1200, "stairway_to_melon": 3600, "nav_maze_static_01": 3600, "nav_maze_static_02": 9000,
+    "nav_maze_static_03": 18000, "nav_maze_random_goal_01": 3600, "nav_maze_random_goal_02": 9000,
+    "nav_maze_random_goal_03": 18000, "lt_chasm": 36000, "lt_hallway_slope": 36000, "lt_horseshoe_color": 36000,
+    "lt_space_bounce_hard": 36000,
+}  # fmt: skip
+SHORT_NAMES = {
+    "dmlab_benchmark": "rooms_collect_good_objects_train", "dmlab_benchmark_slow_reset": "rooms_keys_doors_puzzle",
+    "dmlab_sparse": "explore_goal_locations_large", "dmlab_sparse_doors": "explore_obstructed_goals_large",
+    "dmlab_nonmatch": "rooms_select_nonmatching_object", "dmlab_watermaze": "rooms_watermaze",
+}  # fmt: skip
+# Columns: look right and down, in pixels a frame (57 turn once a second); strafe right; forward; fire; jump; crouch
+FORWARD, BACK, FIRE = (0, 0, 0, 1, 0, 0, 0), (0, 0, 0, -1, 0, 0, 0), (0, 0, 0, 0, 1, 0, 0)
+LEFT, RIGHT = (0, 0, -1, 0, 0, 0, 0), (0, 0, 1, 0, 0, 0, 0)
+ACTIONS = (FORWARD, BACK, LEFT, RIGHT, *((look, 0, 0, walk, 0, 0, 0) for walk in (0, 1) for look in (-20, 20)), FIRE)
+EXTENDED_ACTIONS = (
+    FORWARD, BACK, LEFT, RIGHT, *((look, 0, 0, 0, 0, 0, 0) for look in (-10, 10, -60, 60)), (0, 10, 0, 0, 0, 0, 0),
+    (0, -10, 0, 0, 0, 0, 0), *((look, 0, 0, 1, 0, 0, 0) for look in (-10, 10, -60, 60)), FIRE,
+)  # fmt: skip
+
+
+def task_of(name: str) -> Task:
+    """Of a level that is none of the thirty there are no scores, and one that is not listed here may generate maps."""
+    frames = OTHER_LEVELS.get(name)
+    return TASKS.get(name) or Task(0.0, 0.0, frames or float("inf"), generated=frames is None)
+
+
+def tasks_of(args: Args) -> list[str]:
+    """Names of the tasks that are trained, in the order of their numbers."""
+    names = []
+    for name in args.env_id.split(","):
+        short = SHORT_NAMES.get(name, name.removeprefix("contributed/dmlab30/"))
+        names += TASKS if short == "dmlab_30" else [short if short in TASKS else name]
+    return list(dict.fromkeys(names))  # each once
+
+
+def task_numbers(args: Args) -> np.ndarray:
+    """The number of the task that each row plays."""
+    rows = np.arange(max(1, args.num_workers) * args.num_envs_per_worker)
+    return (rows // args.num_envs_per_worker if args.one_task_per_worker else rows) % len(tasks_of(args))
+
+
+def games_memory(args: Args) -> float:
+    """GiB that all games take, about: 16 games of a worker 1.8 GiB on rooms_collect_good_objects_train."""
+    return max(1, args.num_workers) * (0.2 + 0.1 * args.num_envs_per_worker)
+
+
+def shares_of_tasks(args: Args) -> str:
+    """A sentence on which games play what, for the start of a run. Raises UserError where a task has none."""
+    tasks, counts = tasks_of(args), np.bincount(task_numbers(args), minlength=len(tasks_of(args)))
+    if len(tasks) == 1:
+        return f"all games play {tasks[0]}"
+    if counts.min() == 0:
+        needed = f"--num-workers {len(tasks)}" if args.one_task_per_worker else f"{len(tasks)} games"
+        raise UserError(f"{len(tasks)} tasks need {needed} or more, one for each")
+    number = " or ".join(map(str, sorted({counts.min(), counts.max()}))) + (" games" if counts.max() > 1 else " game")
+    even = args.sync or not args.one_task_per_worker and args.num_envs_per_worker % len(tasks) == 0
+    if not even:
+        share = "those on faster workers have more of the samples"
+    else:
+        share = "all have the same number of samples" if counts.min() == counts.max() else "with samples in proportion"
+    return f"{number} for each of {len(tasks)} tasks: {share}"
+
+
+def human_normalized(task: str, mean_return: float) -> float:
+    """Per cent of the way from random actions (0) to people (100)."""
+    return 100 * (mean_return - TASKS[task].random) / (TASKS[task].human - TASKS[task].random)
+
+
+@functools.cache
+def lab_module():
+    """The engine's module. Raises UserError where it is missing."""
+    os.environ.setdefault("LP_NUM_THREADS", "0")  # Mesa's renderer needs no threads for so small a picture
+    try:
+        import deepmind_lab
+    except ImportError as error:
+        raise UserError(f"cannot import deepmind_lab ({error}); no package registry has it. Build its wheel with Bazel "
+                        "(python/pip_package/README.md of github.com/google-deepmind/lab), or copy a folder "
+                        "deepmind_lab that was built for this version of Python to where Python finds it. To compile "
+                        "maps it needs bash, zip, dirname and mv on the PATH") from None  # fmt: skip
+    deepmind_lab.__version__ = deepmind_lab.version()
+    return deepmind_lab
+
+
+def make_lab(args: Args, name: str, **where):
+    """The engine of a task. It starts nothing before its first `reset`. Raises RuntimeError."""
+    level = f"contributed/dmlab30/{args.evaluate and task_of(name).test or name}" if name in TASKS else name
+    config = dict(width=str(IMAGE[1]), height=str(IMAGE[0]), appendCommand="+set net_enabled 0")  # no network ports
+    if args.dataset_path:
+        config["datasetPath"] = args.dataset_path
+    if level.endswith("_test"):
+        config["allowHoldOutLevels"] = "true"
+    return lab_module().Lab(level, ["RGB_INTERLEAVED", "INSTR"], config=config, renderer=args.renderer, **where)
+
+
+def check_level(args: Args) -> None:
+    """Raises UserError for a level that the engine does not have, or a data set that is missing."""
+    tasks = tasks_of(args)
+    lab_module()
+    needy = [task for task in tasks if task_of(task).dataset]
+    if needy and args.dataset_path is None:
+        raise UserError(f"--dataset-path is missing, for {' and '.join(needy)}: the folder of the data set "
+                        'brady_konkle_oliva2008, or "dummy" for plain colours that the engine has')  # fmt: skip
+    if needy and args.dataset_path != "dummy" and not os.path.isdir(args.dataset_path):
+        raise UserError(f"--dataset-path {args.dataset_path} is no folder")
+    for task in [tasks[0], *(task for task in tasks[1:] if task not in TASKS)]:
+        try:
+            make_lab(args, task).close()
+        except RuntimeError as error:
+            if task in TASKS or "level" not in str(error).lower():
+                raise UserError(f"the engine does not start {task}: {error}") from None
+            near = difflib.get_close_matches(task, [*TASKS, *SHORT_NAMES, *OTHER_LEVELS, "dmlab_30"], cutoff=0.3)
+            near = near or ["dmlab_30"]
+            raise UserError(f"unknown --env-id {task}; did you mean {' or '.join(near)}?") from None
+
+
+def cache_folder(args: Args) -> Path:
+    return Path(args.level_cache or Path(args.train_dir, "level_cache"))
+
+
+def prepare_engines(args: Args, folder: Path) -> Path:
+    """Makes, and returns, a folder below `folder` where engines write, each process's in a folder of its own, below one
+    of this process, which goes when all of them have ended, however they end. Raises UserError."""
+    engines = Path(os.path.abspath(folder)) / "engines"
+    mine = engines / str(os.getpid())
+    for place in (mine, cache_folder(args)):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the folder {place}: {error.strerror}") from None
+    # A killed process deletes nothing, and neither does one whose engine ended it. A shell does: it reads from a pipe
+    # until nobody is left to write to it, then waits for the others, whose process ids are their folders' names.
+    reader, _ = os.pipe()  # the other end stays open as long as this process lives
+    wait = 'read -r _; cd "$0" || exit; for p in [0-9]*; do while kill -0 "$p"; do sleep 0.2; done; done; rm -rf "$0"'
+    subprocess.Popen(["sh", "-c", wait, str(mine)], stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                     start_new_session=True)  # fmt: skip
+    os.close(reader)
+    os.environ["APPO_DMLAB_ENGINES"] = str(mine)
+    return engines
+
+
+@functools.lru_cache(maxsize=1000)
+def words_of(instruction: str) -> tuple[int, ...]:
+    """Numbers of an instruction's words, at most WORDS: hashes, as in Sample Factory, so that no list is needed."""
+    words = instruction.split()[:WORDS]
+    return tuple(int(hashlib.md5(word.encode()).hexdigest(), 16) % (VOCABULARY - 1) + 1 for word in words)
+
+
+@functools.cache
+def prepare_process() -> Path:
+    """Makes this process's own folder for its engines, and returns it. What engines and their scripts print to
+    descriptor 1 goes to a file from now on; Python keeps the terminal."""
+    place = Path(os.environ["APPO_DMLAB_ENGINES"])  # set by prepare_engines
+    folder = place / str(os.getpid())
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stdout = open(os.dup(1), "w", buffering=1)
+    file = os.open(place.parent / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.close(file)
+    return folder
+
+
+class LevelCache:
+    """Compiled maps in a folder, in files named by the hash that the engine gives them, and for every level a list of
+    the seeds whose maps are there. Processes and runs may share it. The engine calls `fetch` before it compiles a map
+    and `write` afterwards, within `reset` and, on some levels, within `step`."""
+
+    def __init__(self, folder: Path, played: Path, level: str):
+        """played: folder of an experiment, with a list of its seeds for every level."""
+        name = level.replace("/", "_")
+        self.folder, self.seeds, self.played = folder, folder / f"{name}.seeds", played / f"{name}.played"
+        for path in (folder, played):
+            path.mkdir(parents=True, exist_ok=True)
+        self.seed, self.mine, self.began = "", set(), 0.0  # mine: seeds that this game played
+        self.seconds, self.saved, self.unsaved = 0.0, 0, 0  # compiled so long; maps that the folder took, and did not
+
+    @staticmethod
+    def read(path: Path) -> set[str]:
+        """The seeds of a list, without what a full disk may have left of a line."""
+        lines = path.read_text(errors="replace").split()
+        return {line for line in lines if line.isdecimal() and int(line) < 2**31}
+
+    def next_seed(self, rng: np.random.Generator) -> int:
+        """A seed that this experiment has not played yet: one whose maps are there, while there are any."""
+        import fcntl  # here, so that other systems get main's sentence and no ImportError
+
+        self.seed = str(rng.integers(2**31 - 1))
+        try:
+            with open(self.played, "a") as file:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)  # the experiment's other games choose too
+                played = self.mine | self.read(self.played)
+                cached = self.read(self.seeds) if self.seeds.exists() else set()
+                if ready := sorted(cached - played):
+                    self.seed = ready[rng.integers(len(ready))]
+                while self.seed in played:
+                    self.seed = str(rng.integers(2**31 - 1))
+                file.write(f"\n{self.seed}")
+        except OSError:  # the disk is full: go on without
+            self.unsaved += 1
+        self.mine.add(self.seed)
+        return int(self.seed)
+
+    def fetch(self, key: str, pk3_path: str) -> bool:
+        found = False
+        with contextlib.suppress(Exception):  # it is not there, or whatever a damaged file raises: compile
+            shutil.copyfile(self.folder / f"{key}.pk3", pk3_path)
+            with zipfile.ZipFile(pk3_path) as file:
+                found = file.testzip() is None
+        self.began = time.perf_counter()
+        return found
+
+    def write(self, key: str, pk3_path: str) -> None:
+        self.seconds += time.perf_counter() - self.began
+        temporary = self.folder / f"{key}.{os.getpid()}.tmp"
+        try:  # under another name first: a map is whole or absent
+            shutil.copyfile(pk3_path, temporary)
+            os.replace(temporary, self.folder / f"{key}.pk3")
+            self.saved += 1
+            if self.seed:  # not of levels that compile maps within an episode, which are not chosen by what is there
+                with open(self.seeds, "a") as file:
+                    file.write(f"\n{self.seed}")
+        except OSError:  # the disk is full: go on without
+            self.unsaved += 1
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+class LabEnv(gym.Env):
+    """One game of DeepMind Lab. Observation: a Dict of the image `obs`, uint8 [72, 96, 3], and `vector`, float32 [17]:
+    the task's number, which only the critic reads, and the numbers of the instruction's words, 0 where there is none.
+
+    In info: `raw_reward`, the engine's reward, of which scores are sums; `compiling`, the seconds that maps took; and
+    `unsaved`, the number of maps that could not be written to the cache."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, args: Args, number: int):
+        self.args, self.number, self.lab, self.seed, self.rng = args, number, None, None, np.random.default_rng()
+        self.name = tasks_of(args)[number]
+        self.task = task_of(self.name)
+        self.actions = np.array(EXTENDED_ACTIONS if args.extended_action_set else ACTIONS, np.intc)
+        image, vector = gym.spaces.Box(0, 255, IMAGE, np.uint8), gym.spaces.Box(0, VOCABULARY, (1 + WORDS,), np.float32)
+        self.observation_space = gym.spaces.Dict(obs=image, vector=vector)
+        self.action_space = gym.spaces.Discrete(len(self.actions))
+
+    def start(self) -> None:
+        """Makes the engine; not earlier, since `spaces_of` needs none, and the environments are made in one go."""
+        args = self.args
+        if "APPO_DMLAB_ENGINES" not in os.environ:  # nobody has called it: the games are another program's
+            prepare_engines(args, Path(args.train_dir))
+        folder = prepare_process()
+        played = Path(args.train_dir, args.experiment, "played") if args.experiment else folder
+        self.cache = LevelCache(cache_folder(args), played, self.name)
+        self.lab = make_lab(args, self.name, level_cache=self.cache, temp_folder=tempfile.mkdtemp(dir=folder))
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        if self.lab is None:
+            self.start()
+        elif seed is not None and seed == self.seed and self.frames == 0:  # Games.reset asks twice; a map takes seconds
+            return self.observation(), {}
+        if seed is not None:
+            self.seed, self.rng = seed, np.random.default_rng(seed)
+        before = self.cache.seconds, self.cache.unsaved
+        if self.task.generated and not self.args.evaluate:
+            chosen = self.cache.next_seed(self.rng)
+        else:  # an evaluation can be repeated: it asks for the same maps again
+            chosen = int(self.rng.integers(2**31 - 1))
+        self.lab.reset(seed=chosen)
+        self.frames = 0
+        self.read()
+        return self.observation(), self.compiled_since(*before)
+
+    def read(self) -> None:
+        observations = self.lab.observations()
+        self.image, self.words = observations["RGB_INTERLEAVED"], words_of(observations["INSTR"])
+
+    def compiled_since(self, seconds: float, unsaved: int) -> dict:
+        return dict(compiling=self.cache.seconds - seconds, unsaved=self.cache.unsaved - unsaved)
+
+    def observation(self) -> dict:
+        vector = np.zeros(1 + WORDS, np.float32)
+        vector[0], vector[1 : 1 + len(self.words)] = self.number, self.words
+        return dict(obs=self.image, vector=vector)
+
+    def step(self, action):
+        before = self.cache.seconds, self.cache.unsaved
+        raw_reward = self.lab.step(self.actions[action], num_steps=self.args.frameskip)
+        self.frames += self.args.frameskip
+        over = not self.lab.is_running()
+        if not over:  # at the end the engine has no observation: the one before stays
+            self.read()
+        # IMPALA's reward: optimistic asymmetric clipping (Espeholt et al. 2018, figure D.1)
+        reward = 5 * math.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3)
+        truncated = over and self.frames >= self.task.frames  # the engine does not say why an episode ended
+        info = dict(raw_reward=raw_reward, **self.compiled_since(*before))
+        return self.observation(), reward, over and not truncated, truncated, info
+
+    def render(self) -> np.ndarray:
+        """The engine's picture, uint8 [72, 96, 3]."""
+        return self.image
+
+    def close(self) -> None:
+        if self.lab is not None:
+            self.lab.close()
+            self.lab = None
+
+
+def make_envs(args: Args, num_envs: int, first_row: int = 0) -> gym.vector.VectorEnv:
+    """The environments of one split of a worker, which are the rows from `first_row` on. Edit this function to train on
+    something else.
+
+    What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image in a Dict as `obs`
+    beside a float `vector` as in `LabEnv`, and take Discrete or MultiDiscrete actions. No game is started before
+    `reset`. In every step's `info` there may be what `LabEnv` has, and `game_over`, a bool, where the end of an episode
+    is not the end of the game.
+    """
+    numbers = task_numbers(args)[first_row : first_row + num_envs]
+    envs = [functools.partial(LabEnv, args, int(number)) for number in numbers]
+    return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+
+
+class Spaces(NamedTuple):
+    """What the pipeline needs to know of the environments."""
+
+    image: tuple[int, ...]  # shape of the image: height, width, channels
+    vector: int  # length of the vector beside it, 0 for none
+    heads: tuple[int, ...]  # number of actions of each independent head
+
+
+def split_observation(observation) -> tuple:
+    """(image, vector or None) of an observation or of an observation space."""
+    if isinstance(observation, (dict, gym.spaces.Dict)):
+        return observation["obs"], observation["vector"]
+    return observation, None
+
+
+def spaces_of(args: Args) -> Spaces:
+    """The spaces of what `make_envs` returns. Raises UserError where the pipeline does not support them."""
+    with contextlib.closing(make_envs(args, 1)) as envs:  # starts no game
+        observation, action = envs.single_observation_space, envs.single_action_space
+        mode = envs.metadata.get("autoreset_mode")
+    if mode != gym.vector.AutoresetMode.NEXT_STEP:
+        raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
+    try:
+        image, vector = split_observation(observation)
+        (width,) = vector.shape if vector else (0,)
+        heads = tuple(int(n) for n in (action.nvec if isinstance(action, gym.spaces.MultiDiscrete) else (action.n,)))
+        supported = image.dtype == np.uint8 and len(image.shape) == 3 and not np.any(action.start)
+        supported &= width == 1 + WORDS
+    except (AttributeError, KeyError, TypeError, ValueError):
+        supported = False
+    if not supported or isinstance(observation, gym.spaces.Dict) and len(observation) > 2:
+        raise UserError(f"unsupported spaces, {observation} and {action}: one uint8 image in a Dict as `obs` beside a "
+                        f"`vector` of {1 + WORDS}, and Discrete or MultiDiscrete actions that start at 0")  # fmt: skip
+    return Spaces(image.shape, width, heads)
+
+
+# ======================================================================================================================
+# Mailbox and rollouts
+# ======================================================================================================================
+
+class Mailbox:
+    """The only memory that actors share with the main process. Row r = worker * num_envs_per_worker + environment.
+
+    Between its request and its reply a group's rows belong to the inference thread, otherwise to its actor: no locks.
+    """
+
+    def __init__(self, spaces: Spaces, rows: int, workers: int):
+        def shared(*shape, dtype):
+            return torch.zeros(shape, dtype=dtype).share_memory_()
+
+        # written by the actor, between a reply and its next request
+        self.obs = shared(rows, *spaces.image, dtype=torch.uint8)  # the current observation
+        self.vector = shared(rows, spaces.vector, dtype=torch.float32)  # and the vector beside it
+        self.reward = shared(rows, dtype=torch.float32)  # of the action before it, after scale and clip
+        self.terminated = shared(rows, dtype=torch.bool)  # that action ended the episode for good
+        self.first = shared(rows, dtype=torch.bool)  # obs is the first of an episode
+        # of the game that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended)
+        self.episode = shared(rows, 3, dtype=torch.float32)
+        # written by the actor at any time: seconds that maps were compiled, and maps that the cache could not take
+        self.compiling = shared(workers, dtype=torch.float64)
+        self.unsaved = shared(workers, dtype=torch.int64)
+        # written by inference, between a request and its reply
+        self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
+        # written by the actor at any time, zeroed when it is started: signs that it is not stuck
+        self.started = shared(workers, dtype=torch.int64)  # games started so far
+        self.requests = shared(workers, dtype=torch.int64)  # requests so far
+
+    def numpy(self) -> SimpleNamespace:
+        """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
+        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items()})
+
+
+class Rollouts:
+    """Memory of the learning process alone, [time, slot, ...]: inference writes FILLING slots, the learner copies FULL.
+
+    Observations, and what inference computes, stay on the device. Flags, rewards and versions stay on the host, where
+    the learner finds resets and valid samples without asking the device. NaN marks what was never written.
+    """
+
+    def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
+        on = dict(device=device)
+        # on the device; T + 1: with the observation that the last value is bootstrapped from
+        self.obs = torch.zeros((T + 1, slots, *spaces.image), dtype=torch.uint8, **on)
+        self.vector = torch.zeros((T + 1, slots, spaces.vector), **on)
+        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, **on)
+        self.logprobs = torch.full((T, slots), torch.nan, **on)  # of the actions, by the policy that acted (mu)
+        self.values = torch.full((T, slots), torch.nan, **on)  # by the policy that acted, for value clipping only
+        self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0], and before `first[0]` zeroes it
+        # on the host
+        self.first = np.zeros((T + 1, slots), bool)
+        self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
+        self.terminated = np.zeros((T, slots), bool)
+        self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
+
+
+def slots_needed(args: Args) -> int:
+    """Room for the slots being filled and for those waiting for the learner, and enough to rule out deadlock: if all
+    groups waited for slots and the learner for its batch, none would be FILLING and at most B - 1 FULL, so that of
+    B + n slots at least the n that one group takes would be free. With `sync` there is one slot for every row."""
+    B, n = args.batch_size // args.rollout, args.num_envs_per_worker // args.worker_num_splits
+    if args.sync:
+        return B
+    return max(args.num_workers * args.num_envs_per_worker, B + n) + args.max_batches_ahead * B
+
+
+def mebibytes(memory: Mailbox | Rollouts) -> float:
+    return sum(field.nbytes for field in vars(memory).values()) / 2**20
+
+
+# ======================================================================================================================
+# Agent
+# ======================================================================================================================
+
+
+class Normalizer(nn.Module):
+    """Running mean and variance of every element of an input, in float32; clips to +-5, as Sample Factory 2 does."""
+
+    def __init__(self, shape: tuple[int, ...], unit: float):
+        super().__init__()
+        self.unit = unit
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        # normalised = x * scale + shift, one multiply-add per element; until the first update that is x / unit
+        self.register_buffer("scale", torch.full(shape, 1 / unit))
+        self.register_buffer("shift", torch.zeros(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape, device=x.device)
+        # On a CPU in pieces that stay in the cache: 14 ms instead of 22 ms for 1056 images.
+        chunk = 16 if x.device.type == "cpu" else len(x)
+        for part, to in zip(x.split(chunk), out.split(chunk)):
+            torch.addcmul(self.shift, to.copy_(part), self.scale, out=to).clamp_(-5, 5)
+        return out
+
+    @torch.no_grad()
+    def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
+        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
+        Raises FloatingPointError, before anything is changed, for an input that is not finite."""
+        x = x[valid].float() / self.unit  # boolean indexing waits for the device; so did the update just before
+        n = len(x)
+        if n == 0:
+            return
+        mean = x.mean(0)
+        var = (x - mean).square_().mean(0)
+        if not (mean + var).isfinite().all():  # infinities are clipped to +-5, so no loss would show them
+            raise FloatingPointError("an observation is not finite")
+        total = self.count + n
+        delta = mean - self.mean
+        self.var.copy_((self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total)
+        self.mean.add_(delta * (n / total))
+        self.count.copy_(total)
+        std = (self.var + 1e-5).sqrt()
+        self.scale.copy_(1 / (self.unit * std))
+        self.shift.copy_(-self.mean / std)
+
+
+def init_layer(layer: nn.Module) -> nn.Module:
+    """Orthogonal weights with gain 1, biases 0: Sample Factory's initialisation, of the heads too."""
+    nn.init.orthogonal_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.block = nn.Sequential(
+            nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(x)
+
+
+class PopArt(nn.Module):
+    """A value head in units of its own for each task (van Hasselt et al. 2016; with V-trace and many tasks Hessel et
+    al. 2019). `linear` predicts (value - mean) / std, with the running mean and standard deviation of the task's
+    V-trace targets. When these move, `linear` is rescaled so that no value changes."""
+
+    START = 1_000  # samples of mean 0 and deviation 1 that come before the first: a task's first ones are much alike
+    MEMORY = 100_000  # samples of a task that the statistics remember: then older ones fade, as returns grow
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.linear = linear
+        for name, value in dict(count=self.START, mean=0, var=1, std=1).items():
+            self.register_buffer(name, torch.full((linear.out_features,), float(value)))
+
+    def forward(self, x: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
+        """x [..., features], task int64 [...] -> values in the reward's units [...]"""
+        value = self.linear(x).gather(-1, task.unsqueeze(-1)).squeeze(-1)
+        return value * self.std[task] + self.mean[task]
+
+    @torch.no_grad()
+    def update(self, targets: torch.Tensor, task: torch.Tensor, mask: torch.Tensor) -> None:
+        """targets [N] in the reward's units, of tasks int64 [N], of which bool mask [N] count; merges two sets of
+        statistics as Normalizer.update does."""
+        mine = F.one_hot(task, len(self.mean)) * mask.unsqueeze(-1)  # [N, tasks]
+        n = mine.sum(0)
+        mean = (targets.unsqueeze(-1) * mine).sum(0) / n.clamp(min=1)
+        var = ((targets.unsqueeze(-1) - mean).square() * mine).sum(0) / n.clamp(min=1)
+        total = self.count + n
+        share, delta = n / total, mean - self.mean
+        self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
+        old_mean, old_std = self.mean.clone(), self.std.clone()
+        self.mean.add_(share * delta)
+        self.std.copy_(self.var.sqrt().clamp(min=0.01))  # of rewards up to 5; Hessel et al. have 1e-4
+        self.linear.weight.mul_((old_std / self.std).unsqueeze(-1))
+        self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
+        self.count.copy_(total.clamp(max=self.MEMORY))
+
+
+class Agent(nn.Module):
+    """The network of IMPALA (Espeholt et al. 2018, figure 3). `impala`: three stages of a convolution, a pool and two
+    residual blocks with 16, 32, 32 channels; `convnet`: convolutions 16/8/4 and 32/4/2 (channels, kernel, stride). Then
+    a layer of `hidden_size`, joined by what an LSTM of 64 makes of the instruction's words (embeddings of 20); a
+    recurrent core, logits, and one value for each task. ReLU. The residual convolutions start as PyTorch's do."""
+
+    def __init__(self, spaces: Spaces, args: Args):
+        super().__init__()
+        self.heads, self.rnn_type, self.normalize = spaces.heads, args.rnn_type, args.normalize_input
+        self.bfloat16 = args.precision == "bfloat16"
+        height, width, channels = spaces.image
+        self.image_norm = Normalizer(spaces.image, unit=255.0)
+        if args.encoder == "impala":
+            layers, before = [], channels
+            for now in (16, 32, 32):
+                layers += [nn.Conv2d(before, now, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
+                layers += [Residual(now), Residual(now)]
+                before = now
+            layers.append(nn.ReLU())
+        else:
+            layers = [
+                init_layer(nn.Conv2d(channels, 16, 8, 4)), nn.ReLU(inplace=True),
+                init_layer(nn.Conv2d(16, 32, 4, 2)), nn.ReLU(inplace=True),
+            ]  # fmt: skip
+        self.conv = nn.Sequential(*layers)
+        with torch.no_grad():
+            conv_size = self.conv(torch.zeros(1, channels, height, width)).numel()
+        self.fc = init_layer(nn.Linear(conv_size, args.hidden_size))
+        self.embedding = nn.Embedding(VOCABULARY, 20, padding_idx=0)
+        self.reader = nn.LSTM(20, 64, batch_first=True)
+        core_input = args.hidden_size + 64
+        self.state_size = {"gru": 1, "lstm": 2, "none": 0}[args.rnn_type] * args.hidden_size
+        if args.rnn_type != "none":
+            self.core = (nn.GRU if args.rnn_type == "gru" else nn.LSTM)(core_input, args.hidden_size)
+        head_input = args.hidden_size if args.rnn_type != "none" else core_input
+        self.critic = PopArt(init_layer(nn.Linear(head_input, len(tasks_of(args)))))
+        self.actor = init_layer(nn.Linear(head_input, sum(spaces.heads)))
+        self.to(memory_format=torch.channels_last)  # as images come: height, width, channel
+
+    def read(self, words: torch.Tensor) -> torch.Tensor:
+        """words int64 [N, WORDS], 0 after the last -> float32 [N, 64], the LSTM's output at the last word. Most steps
+        have the instruction of the step before: every one is read once."""
+        texts, index = torch.unique(words, dim=0, return_inverse=True)
+        last = (texts > 0).sum(-1).clamp(min=1) - 1
+        outputs, _ = self.reader(self.embedding(texts))
+        return outputs[torch.arange(len(texts), device=words.device), last][index]
+
+    def encode(self, obs: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """obs uint8 [N, H, W, C], vector float32 [N, V] -> float32 [N, features]"""
+        instruction = self.read(vector[:, 1:].long())  # first: `unique` waits for the device, while little is queued
+        x = self.image_norm(obs).permute(0, 3, 1, 2)
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
+            # flatten in the order of memory (height, width, channel): a view instead of a copy
+            x = F.relu(self.fc(self.conv(x).permute(0, 2, 3, 1).flatten(1)), inplace=True)
+        x = x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
+        return torch.cat([x, instruction], dim=-1)
+
+    def forward(self, obs, vector, first, state, restarts=(0,)):
+        """obs uint8 [T, B, H, W, C], vector float32 [T, B, V], first bool [T, B], state float32 [B, state_size] before
+        obs[0]; restarts: the times at which `first` is set in any row, in order, with 0. The recurrent core runs once
+        for each stretch between them; where one begins, the state of the rows with `first` is zeroed.
+        Returns logits [T, B, sum(heads)], values [T, B], state."""
+        T, B = first.shape
+        x = self.encode(obs.flatten(0, 1), vector.flatten(0, 1)).unflatten(0, (T, B))
+        if self.rnn_type != "none":
+            outputs = []
+            lengths = [end - start for start, end in zip(restarts, [*restarts[1:], T])]
+            for start, stretch in zip(restarts, x.split(lengths)):  # one call per stretch in which nothing restarts
+                state = torch.where(first[start].unsqueeze(-1), 0.0, state)
+                hidden = state.unsqueeze(0)
+                if self.rnn_type == "lstm":
+                    output, hidden = self.core(stretch, tuple(part.contiguous() for part in hidden.chunk(2, -1)))
+                    hidden = torch.cat(hidden, -1)
+                else:
+                    output, hidden = self.core(stretch, hidden)
+                state = hidden.squeeze(0)
+                outputs.append(output)
+            x = torch.cat(outputs)
+        return self.actor(x), self.critic(x, vector[..., 0].long()), state
+
+    @torch.no_grad()
+    def update_normalizers(self, obs: torch.Tensor, vector: torch.Tensor, valid: torch.Tensor) -> None:
+        """obs [T, B, ...], vector [T, B, V], valid [T, B]"""
+        if self.normalize:
+            self.image_norm.update(obs[::4].flatten(0, 1), valid[::4].flatten())  # neighbours in time hardly differ
+
+
+def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
+    """logits [N, sum(heads)] -> actions int64 [N, heads], their joint log-probability [N]."""
+    actions, logprob = [], 0.0
+    for head in logits.split(heads, dim=-1):
+        logp = head.log_softmax(-1)
+        # argmax p/e with e ~ Exp(1) is a draw from p; unlike torch.multinomial it never makes the host wait.
+        scores = logp if deterministic else logp.exp() / torch.empty_like(logp).exponential_()
+        action = scores.argmax(-1, keepdim=True)
+        actions.append(action)
+        logprob = logprob + logp.gather(-1, action).squeeze(-1)
+    return torch.cat(actions, -1), logprob
+
+
+def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[int, ...]):
+    """logits [..., sum(heads)], actions [..., heads] -> joint log-probability, entropy and symmetric KL to the uniform
+    policy, [...] each, summed over the independent heads."""
+    logprob = entropy = symmetric_kl = 0.0
+    for h, head in enumerate(logits.split(heads, dim=-1)):
+        logp = head.log_softmax(-1)
+        head_entropy = -(logp.exp() * logp).sum(-1)
+        logprob = logprob + logp.gather(-1, actions[..., h : h + 1]).squeeze(-1)
+        entropy = entropy + head_entropy
+        # (KL(p|u) + KL(u|p)) / 2 with KL(p|u) = log n - H(p) and KL(u|p) = -log n - mean log p
+        symmetric_kl = symmetric_kl + 0.5 * (-head_entropy - logp.mean(-1))
+    return logprob, entropy, symmetric_kl
+
+
+# ======================================================================================================================
+# V-trace and the loss
+# ======================================================================================================================
+
+
+@torch.no_grad()
+def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: float, lam: float):
+    """V-trace targets and advantages (Espeholt et al. 2018, IMPALA, section 4.1; lambda: their remark 2).
+
+    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where it terminated) float32 [T, B], valid bool [T, B]
+    (False cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
+    Returns vs [T+1, B] (vs[T] = V[T]) and advantages [T, B].
+
+        rho[t] = min(ratio[t], rho_bar), c[t] = lam min(ratio[t], c_bar), both 0 where not valid
+        vs[t] = V[t] + rho[t] (r[t] + discount[t] V[t+1] - V[t]) + discount[t] c[t] (vs[t+1] - V[t+1])
+        A[t]  = r[t] + discount[t] (lam vs[t+1] + (1 - lam) V[t+1]) - V[t]
+
+    The advantage carries no rho: the PPO surrogate multiplies by the ratio itself. On-policy it is GAE(lam); with
+    lam = 1 it is IMPALA's advantage.
+    """
+    rho = ratios.clamp(max=rho_bar) * valid
+    c = lam * ratios.clamp(max=c_bar) * valid
+    deltas = rho * (rewards + discounts * values[1:] - values[:-1])
+    vs = values.clone()
+    correction = torch.zeros_like(values[0])  # vs[t+1] - V[t+1]
+    for t in reversed(range(len(rewards))):
+        correction = deltas[t] + discounts[t] * c[t] * correction
+        vs[t] += correction
+    advantages = rewards + discounts * (lam * vs[1:] + (1 - lam) * values[1:]) - values[:-1]
+    return vs, advantages
+
+
+class Batch(NamedTuple):
+    """B rollouts on the learner's device, [time, rollout, ...]; the last two fields are on the host."""
+
+    obs: torch.Tensor  # uint8 [T+1, B, H, W, C]
+    vector: torch.Tensor  # float32 [T+1, B, V]
+    first: torch.Tensor  # bool [T+1, B]
+    rnn_state: torch.Tensor  # float32 [B, state_size]
+    actions: torch.Tensor  # int64 [T, B, heads]
+    logprobs: torch.Tensor  # float32 [T, B]
+    values: torch.Tensor  # float32 [T, B]
+    rewards: torch.Tensor  # float32 [T, B]
+    terminated: torch.Tensor  # bool [T, B]
+    mask: torch.Tensor  # bool [T, B]: valid and younger than max_policy_lag: what the losses average over
+    restarts: list[int]  # see Agent.forward
+    size: int  # samples in mask, on the host
+
+
+def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Returns the loss, the targets
+    float32 [T, B], and metrics, on the device."""
+    logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
+    logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
+    log_ratio = logprobs - batch.logprobs
+    ratio = log_ratio.clamp(math.log(0.05), math.log(20.0)).exp()  # Sample Factory's band; no gradient outside
+    discounts = args.gamma * ~batch.terminated
+    vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
+                            args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
+
+    task = batch.vector[:-1, :, 0].long()
+    unit, usual = agent.critic.std[task], agent.critic.mean[task]
+    advantages = advantages / unit  # so that no task drowns the others; the value loss does the same (PopArt)
+
+    weight = batch.mask.float()
+    n = weight.sum()
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).sum() / n
+
+    advantages = advantages - mean(advantages)
+    advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
+    clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
+    policy_loss = -mean(torch.min(ratio * advantages, clipped * advantages))
+
+    target, old, reach = vs[:-1], batch.values, args.ppo_clip_value * unit
+    value_error = (values[:-1] - target).square()
+    clipped_error = (old + (values[:-1] - old).clamp(-reach, reach) - target).square()
+    value_loss = mean(torch.max(value_error, clipped_error) / unit.square())
+
+    exploration = -mean(entropy) if args.exploration_loss == "entropy" else mean(symmetric_kl).clamp(max=30.0)
+    loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
+
+    with torch.no_grad():
+        z = (target - usual) / unit
+        residual, spread = ((target - values[:-1]) / unit).square(), (z - mean(z)).square()
+        metrics = {
+            "losses/policy_loss": policy_loss.detach(),
+            "losses/value_loss": value_loss.detach(),
+            "losses/entropy": mean(entropy),
+            "losses/approx_kl": mean(log_ratio.exp() - 1 - log_ratio),  # http://joschu.net/blog/kl-approx.html
+            "losses/clipfrac": mean((ratio != clipped).float()),
+            "losses/explained_variance": 1 - mean(residual) / mean(spread).clamp(min=1e-8),
+            "losses/value": mean(values[:-1]),
+            "vtrace/rho_mean": mean(ratio.clamp(max=args.vtrace_rho)),
+            "vtrace/rho_clipfrac": mean((ratio > args.vtrace_rho).float()),
+        }
+    return loss, target, metrics
+
+
+# ======================================================================================================================
+# Actor
+# ======================================================================================================================
+
+REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; writes this small are atomic
+WAKE = -1  # "group" of a message that only wakes the inference thread: slots were freed, or the run ends
+
+
+class Games:
+    """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; from then on the rows
+    belong to the caller, until it has filled in the actions and calls `step` for that split again."""
+
+    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
+        S = args.worker_num_splits
+        n = args.num_envs_per_worker // S
+        self.args, self.worker, self.mailbox, self.seed, self.n = args, worker, mailbox, seed, n
+        starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
+        self.rows = [slice(start, start + n) for start in starts]
+        self.splits = [make_envs(args, n, start) for start in starts]
+        self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
+        self.totals = np.zeros((S, n, 3))  # of the games still running; columns as in Mailbox.episode
+
+    def reset(self, split: int) -> None:
+        """Starts the split's games."""
+        r, envs, mailbox, seed = self.rows[split], self.splits[split], self.mailbox, self.seed + split * self.n
+        # Where the vector class allows it, games are started one by one, so that each counts as progress. The reset of
+        # the whole split afterwards costs little.
+        for i, env in enumerate(getattr(envs, "envs", ())):
+            self.count(env.reset(seed=seed + i)[1])
+            mailbox.started[self.worker] += 1
+        observation, _ = envs.reset(seed=seed)
+        mailbox.started[self.worker] = (split + 1) * self.n
+        self.write(r, observation)
+        mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
+
+    def step(self, split: int) -> None:
+        r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
+        first = self.ended[split].copy()
+        action = mailbox.action[r].reshape(envs.action_space.shape)
+        observation, reward, terminated, truncated, info = envs.step(action)
+        self.write(r, observation)
+        raw_reward = info.get("raw_reward", reward)
+        self.count(info)
+        reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
+        mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
+        self.ended[split] = terminated | truncated
+        totals += np.stack([raw_reward, reward, np.ones(self.n)], axis=-1) * ~first[:, None]
+        over = np.asarray(info.get("game_over", self.ended[split]), bool)  # not where a lost life ended it
+        mailbox.episode[r] = totals * over[:, None]
+        totals[over] = 0
+
+    def count(self, info: dict) -> None:
+        self.mailbox.compiling[self.worker] += np.sum(info.get("compiling", 0.0))
+        self.mailbox.unsaved[self.worker] += np.sum(info.get("unsaved", 0))
+
+    def write(self, r: slice, observation) -> None:
+        image, vector = split_observation(observation)
+        self.mailbox.obs[r] = image
+        if vector is not None:
+            self.mailbox.vector[r] = vector
+
+    def close(self) -> None:
+        for envs in self.splits:
+            envs.close()
+
+
+def game_seed(*entropy: int) -> int:
+    """The seed of a worker's first game; game i has seed + i. Below 2**30, so that all of them fit 31 bits."""
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
+
+
+def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int, mailbox: Mailbox,
+          request_pipe, reply_pipe, error_pipe) -> None:  # fmt: skip
+    """Body of an actor process. All actors write to one request pipe. A byte from this actor's reply pipe is the number
+    of a split whose actions are in the mailbox. The error pipe receives the traceback, as raw text."""
+    os.setsid()  # a process group of our own, which can be ended even after we are dead
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
+            with contextlib.suppress(OSError):
+                os.set_inheritable(fd, False)
+    threading.Thread(target=watch_parent, daemon=True).start()
+    faulthandler.enable(file=error_pipe.fileno())  # the stack when a library crashes
+    faulthandler.register(signal.SIGUSR1, file=error_pipe.fileno())  # the main process asks a hung actor where it hangs
+    if core is not None:
+        os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
+    os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
+    torch.set_num_threads(1)
+    try:
+        numpy, S = mailbox.numpy(), args.worker_num_splits
+        games = Games(args, worker, numpy, seed)
+
+        def request(split: int) -> None:
+            numpy.requests[worker] += 1
+            os.write(request_pipe.fileno(), REQUEST.pack(worker * S + split, incarnation))
+            # From here on the split's rows belong to inference, until a reply names it.
+
+        for split in range(S):
+            games.reset(split)
+            request(split)
+        while reply := os.read(reply_pipe.fileno(), 1):  # empty when the pipe is closed: the run is over
+            games.step(reply[0])
+            request(reply[0])
+        games.close()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.write(error_pipe.fileno(), traceback.format_exc().encode()[-60_000:])
+        os._exit(1)  # without closing the games, which may hang: the main process ends our process group
+
+
+def watch_parent() -> None:
+    """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
+    parent, pause = [mp.parent_process().sentinel], 0.0
+    while not multiprocessing.connection.wait(parent, timeout=pause):
+        # With autogroup scheduling nice only compares processes of one session. setsid made us a new one, so that is
+        # niced too. From users other than root the kernel accepts this once per 100 ms, machine-wide: retry.
+        try:
+            Path("/proc/self/autogroup").write_text("10")
+            pause = None
+        except BlockingIOError:
+            pause = random.uniform(0.1, 2.0)
+        except OSError:  # no such scheduling
+            pause = None
+    end_group(os.getpgid(0))  # ourselves among it
+
+
+def end_group(process_group: int) -> None:
+    """Kills an actor, if still alive, and whatever it started. Its engines' folder: see prepare_engines."""
+    with contextlib.suppress(OSError):
+        os.killpg(process_group, signal.SIGKILL)
+
+
+class Actors:
+    """The actor processes: started, looked after by the learner's thread, and replaced when they die or hang.
+
+    When an actor dies, its games and the last transition of each of its rows are lost: the row's next observation is a
+    `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
+
+    SHORT_LIFE = 1000  # requests. A worker whose actors die or hang sooner three times in a row ends the run
+
+    def __init__(self, args: Args, mailbox: Mailbox, request_pipe, session: int, log):
+        """Another `session` number gives the games other seeds."""
+        self.args, self.mailbox, self.numpy, self.request_pipe = args, mailbox, mailbox.numpy(), request_pipe
+        self.session, self.log, self.restarts, self.looked = session, log, 0, time.monotonic()
+        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
+        self.lock = threading.Lock()  # a reply pipe is not written to while it is replaced
+        # of each worker
+        self.processes, self.reply_pipes, self.error_pipes = ([None] * args.num_workers for _ in range(3))
+        self.incarnations, self.short_lives, self.replied = ([0] * args.num_workers for _ in range(3))
+        self.progress = [0] * args.num_workers  # games started + requests + replies, at the last check
+        self.seconds = [0.0] * args.num_workers  # how long it has been at work without any progress
+
+    def start_all(self) -> None:
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
+        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
+        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        multiprocessing.forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        for worker in range(self.args.num_workers):
+            self.start(worker)
+
+    def start(self, worker: int) -> None:
+        args, incarnation, allowed = self.args, self.incarnations[worker], sorted(os.sched_getaffinity(0))
+        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
+        seed = game_seed(args.seed, self.session, worker, incarnation)
+        self.numpy.started[worker] = self.numpy.requests[worker] = 0
+        self.replied[worker], self.progress[worker], self.seconds[worker] = 0, 0, 0.0
+        reply_pipe, self.reply_pipes[worker] = self.context.Pipe(duplex=False)
+        self.error_pipes[worker], error_pipe = self.context.Pipe(duplex=False)
+        arguments = (args, worker, incarnation, core, seed, self.mailbox, self.request_pipe, reply_pipe, error_pipe)
+        process = self.context.Process(target=actor, name=f"actor {worker}", args=arguments, daemon=True)
+        process.start()
+        self.processes[worker] = process
+        reply_pipe.close()
+        error_pipe.close()
+        self.looked = time.monotonic()  # the first start takes seconds, which are no actor's
+
+    def is_current(self, group: int, incarnation: int) -> bool:
+        """False for the requests of an actor that has been replaced."""
+        return self.incarnations[group // self.args.worker_num_splits] == incarnation
+
+    def reply(self, requests: list[tuple[int, int]]) -> None:
+        """Gives the rows of the requests' groups back to their actors."""
+        with self.lock:
+            for group, incarnation in requests:
+                worker, split = divmod(group, self.args.worker_num_splits)
+                if self.is_current(group, incarnation):
+                    with contextlib.suppress(OSError):  # a dead actor's pipe; `check` will see to it
+                        os.write(self.reply_pipes[worker].fileno(), bytes([split]))
+                    self.replied[worker] += 1
+
+    def check(self) -> None:
+        """The learner's thread calls this often; it looks after the actors once a second. Raises RuntimeError when one
+        cannot be kept alive."""
+        elapsed, S = time.monotonic() - self.looked, self.args.worker_num_splits
+        if elapsed < 1.0:
+            return
+        self.looked += elapsed
+        for worker, process in enumerate(self.processes):
+            requests = int(self.numpy.requests[worker])
+            progress = requests + int(self.numpy.started[worker]) + self.replied[worker]
+            waits = requests - self.replied[worker] >= S  # for replies to all of its splits
+            if waits or progress > self.progress[worker]:
+                self.progress[worker], self.seconds[worker] = progress, 0.0
+            else:  # a pause of the whole container is not the actor's fault
+                self.seconds[worker] += min(elapsed, 10.0)
+            if not process.is_alive():
+                self.replace(worker, "died")
+            elif self.seconds[worker] > self.args.actor_timeout:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its error pipe
+                time.sleep(0.5)
+                doing = "stepping" if requests >= S else "starting a game"
+                self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {doing}")
+
+    def replace(self, worker: int, reason: str) -> None:
+        process, error_pipe, last_words = self.processes[worker], self.error_pipes[worker], ""
+        end_group(process.pid)
+        process.kill()  # if it died or hung before it had a process group of its own
+        process.join(5)
+        while error_pipe.poll() and (text := os.read(error_pipe.fileno(), 65536)):
+            last_words += text.decode(errors="replace")
+        message = f"actor {worker} {reason} (exit code {process.exitcode})"
+        self.restarts += 1
+        short_life = self.numpy.requests[worker] < self.SHORT_LIFE
+        self.short_lives[worker] = self.short_lives[worker] + 1 if short_life else 0
+        if self.short_lives[worker] == 3:
+            raise RuntimeError(f"{message}, for the third time\n{last_words.strip()}".strip())
+        self.log(f"{message}; starting it again\n{last_words}".strip())
+        error_pipe.close()
+        with self.lock:
+            self.incarnations[worker] += 1  # what is left of the old one's requests is dropped from here on
+            self.reply_pipes[worker].close()
+        self.start(worker)
+
+    def wait_for_games(self, stop_signals: list[int]) -> None:
+        """Returns when every game has been started or the user stops the run."""
+        with tqdm(total=len(self.numpy.first), desc="starting games", disable=None) as bar:
+            while bar.n < bar.total and not stop_signals:
+                self.check()
+                time.sleep(0.1)
+                bar.n = int(self.numpy.started.sum())
+                bar.refresh()
+
+    def stop(self, patience: float) -> None:
+        """Ends all actors: by closing their pipes, and after `patience` seconds by force."""
+        started = [worker for worker, process in enumerate(self.processes) if process]
+        for worker in started:
+            self.reply_pipes[worker].close()
+        deadline = time.monotonic() + patience
+        for worker in started:
+            self.processes[worker].join(max(0.0, deadline - time.monotonic()))
+        for worker in started:
+            end_group(self.processes[worker].pid)
+            self.processes[worker].kill()
+
+
+# ======================================================================================================================
+# Inference
+# ======================================================================================================================
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Marks this point of the calling thread's CUDA stream. On a CPU nothing is ever under way."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_event(event: torch.cuda.Event | None) -> None:
+    """Makes the calling thread's CUDA stream (not the thread) wait until the mark was passed."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def own_stream(device: torch.device, threads: int, priority: int = 0):
+    """Sets a thread's number of CPU threads; returns a context with a CUDA stream of its own (priority -1 is high)."""
+    torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        return torch.cuda.stream(torch.cuda.Stream(device, priority))
+    return contextlib.nullcontext()
+
+
+class ActingPolicy:
+    """Two copies of the policy: inference uses the current one, the learner overwrites the spare one, then they swap. A
+    copy's lock lets one thread at a time launch work on it; on CUDA its event makes the next user's stream wait for
+    that work. So inference never sees half an update."""
+
+    def __init__(self, agent: Agent, device: torch.device):
+        self.device, self.learned = device, list(agent.state_dict().values())  # updated in place
+        self.current, self.spare = (self.frozen_copy(agent) for _ in range(2))
+
+    def frozen_copy(self, agent: Agent) -> SimpleNamespace:
+        frozen = copy.deepcopy(agent).requires_grad_(False).to(self.device)  # to() packs the core's weights for cuDNN
+        tensors = list(frozen.state_dict().values())
+        return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
+
+    @contextlib.contextmanager
+    def hold(self, policy: SimpleNamespace):
+        with policy.lock:
+            wait_event(policy.event)
+            yield policy
+            policy.event = record_event(self.device)
+
+    def use(self):
+        """Context of one inference: yields the current copy, with its `agent` and `version`."""
+        return self.hold(self.current)
+
+    @torch.no_grad()
+    def publish(self, version: int) -> None:
+        """The learner's weights and statistics, as they are now, act from the next inference on."""
+        with self.hold(self.spare) as spare:  # waits for the last inference that still used it
+            torch._foreach_copy_(spare.tensors, self.learned)
+            spare.version = version
+        self.current, self.spare = spare, self.current
+
+
+class Inference:
+    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
+    the memory and the queues between itself, the actors and the learner."""
+
+    def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
+        self.args, self.device = args, device
+        workers, slots = max(1, args.num_workers), slots_needed(args)
+        rows, self.size = workers * args.num_envs_per_worker, args.num_envs_per_worker // args.worker_num_splits
+        self.mailbox = Mailbox(spaces, rows, workers)
+        self.numpy = self.mailbox.numpy()
+        self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
+        self.acting = ActingPolicy(agent, device)
+        self.request_reader, self.request_writer = mp.Pipe(duplex=False)  # all actors write to it
+        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
+        self.free_slots = deque(range(slots))
+        groups = rows // self.size
+        self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
+        self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
+        self.state = torch.zeros(rows, agent.state_size, device=device)
+        self.obs = torch.zeros_like(self.mailbox.obs, device=device)  # the mailbox rows being served, on the device
+        self.vector = torch.zeros_like(self.mailbox.vector, device=device)
+        copied = [(self.mailbox.obs, self.obs, self.rollouts.obs),
+                  (self.mailbox.vector, self.vector, self.rollouts.vector)]  # fmt: skip
+        self.copied = [tensors for tensors in copied if tensors[0].numel()]
+        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
+            for source, _, _ in self.copied:
+                error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
+                torch.cuda.check_error(int(error))
+        # The last finished ones of each task, as in Mailbox.episode. Checkpoints keep them: the games that end first
+        # after a resume are short ones, whose mean could pass for a best return.
+        self.tasks = task_numbers(args)
+        self.episodes: list[deque[list[float]]] = [deque(maxlen=100) for _ in tasks_of(args)]
+        self.served = self.batches = 0  # statistics: rows and batches served
+        self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
+        self.stopping = False
+
+    def release(self, slots: np.ndarray) -> None:
+        """The learner gives slots back. They are FREE once the event, recorded after its last copy, has passed."""
+        self.free.put((slots, record_event(self.device)))
+        self.wake()
+
+    def wake(self) -> None:
+        if self.args.num_workers:  # else there is no thread to wake
+            os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.wake()
+
+    def unpin(self) -> None:
+        """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
+                torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
+            for source, _, _ in self.copied:
+                torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
+
+    def run(self, actors: Actors) -> None:
+        """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
+        try:
+            with own_stream(self.device, self.args.inference_threads, priority=-1):
+                waiting: list[tuple[int, int]] = []  # requests. Their groups' rows belong to this thread
+                while not self.stopping:
+                    start = time.perf_counter()
+                    data = os.read(self.request_reader.fileno(), 1 << 16)
+                    if waiting:
+                        self.held += time.perf_counter() - start
+                    else:
+                        self.idle += time.perf_counter() - start
+                    waiting += [request for request in REQUEST.iter_unpack(data) if request[0] != WAKE]
+                    waiting = [request for request in waiting if actors.is_current(*request)]
+                    served = set(self.serve([group for group, _ in waiting]))
+                    actors.reply([request for request in waiting if request[0] in served])
+                    waiting = [request for request in waiting if request[0] not in served]
+        except BaseException as error:
+            self.full.put(error)  # the learner raises it
+
+    @torch.inference_mode()
+    def serve(self, groups: list[int]) -> list[int]:
+        """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
+        returns those. The others are held: the caller tries them again when slots are free."""
+        filled = [group for group in groups if self.t[group] == self.args.rollout]
+        if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
+            self.store(filled)
+            event = record_event(self.device)
+            for group in filled:
+                self.full.put((self.slots[group], event))
+                self.t[group], self.slots[group] = 0, None
+        while not self.free.empty():
+            slots, event = self.free.get()
+            wait_event(event)  # the learner's copy out of these slots
+            self.free_slots.extend(slots)
+        ready = [group for group in groups if self.slots[group] is not None or self.take_slots(group)]
+        if ready:
+            self.act(ready)
+        return ready
+
+    def take_slots(self, group: int) -> bool:
+        if len(self.free_slots) < self.size:
+            return False
+        self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
+        return True
+
+    def store(self, groups: list[int]):
+        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times, slots and
+        `first`, on the host and on the device."""
+        n, numpy, rollouts = self.size, self.numpy, self.rollouts
+        rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
+        t = np.repeat([self.t[group] for group in groups], n)
+        slots = np.concatenate([self.slots[group] for group in groups])
+        rollouts.first[t, slots] = first = numpy.first[rows]
+        later = t > 0  # at t = 0 the reward belongs to the slot before, which has it
+        t1, s1, r1 = t[later] - 1, slots[later], rows[later]
+        rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
+        index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
+        for source, staged, field in self.copied:
+            for i, group in enumerate(groups):
+                staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
+            if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
+                field.numpy()[t, slots] = staged.numpy()[: len(rows)]
+            else:
+                field[index[1], index[2]] = staged[: len(rows)]
+        return (rows, t, slots, first), index
+
+    def act(self, groups: list[int]) -> None:
+        (rows, t, slots, first), (d_rows, d_t, d_slots, d_first) = self.store(groups)
+        n, rollouts = len(rows), self.rollouts
+        with self.acting.use() as policy:
+            state = self.state[d_rows]
+            obs, vector = self.obs[None, :n], self.vector[None, :n]
+            logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state)
+            actions, logprobs = sample_actions(logits[0], policy.agent.heads)
+            rollouts.actions[d_t, d_slots] = actions
+            rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
+            if (t == 0).any():
+                rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
+            rollouts.versions[t, slots] = policy.version
+        # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
+        self.numpy.action[rows] = actions.cpu().numpy()
+        for row in rows[self.numpy.episode[rows, 2] > 0]:
+            self.episodes[self.tasks[row]].append(self.numpy.episode[row].tolist())
+        for group in groups:
+            self.t[group] += 1
+        self.served += n
+        self.batches += 1
+
+
+# ======================================================================================================================
+# Learner
+# ======================================================================================================================
+
+
+class Learner:
+    """Takes FULL slots, B at a time, and improves the policy."""
+
+    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
+        self.args, self.agent, self.inference, self.device = args, agent, inference, device
+        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.version = 0  # of the policy published last
+        self.global_step = 0  # valid transitions received
+        self.skipped = 0  # batches without a single usable sample
+        self.best_return = -float("inf")
+        self.waited = 0.0  # seconds without full slots
+
+    def load(self, checkpoint: dict) -> None:
+        self.agent.load_state_dict(checkpoint["agent"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
+        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
+        self.best_return = checkpoint["best_return"]
+        for episodes, saved in zip(self.inference.episodes, checkpoint["episodes"]):
+            episodes.extend(saved)
+        self.inference.acting.publish(self.version)
+
+    def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
+        """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
+        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
+        names = ("obs", "vector", "actions", "logprobs", "values")
+        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in names}
+        first, lag = r.first[:, slots], self.version - r.versions[:, slots]
+        valid = ~first[1:]
+        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
+        mask = valid & (lag < self.args.max_policy_lag)
+        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
+        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
+        rnn_state = r.rnn_state.index_select(0, d_slots)
+        return Batch(**on_device, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
+
+    def iterate(self, slots: np.ndarray) -> dict[str, float]:
+        """Learns from B FULL slots, which are LEARNING until they are given back: as soon as they are copied, but with
+        `sync` only after the new policy has been published. Returns metrics.
+
+        Raises FloatingPointError before a non-finite update is made: the weights are still good.
+        """
+        args, metrics = self.args, {}
+        batch, lags = self.gather(slots)
+        if not args.sync:
+            self.inference.release(slots)
+        self.global_step += len(lags)
+        if batch.size == 0:  # a batch without a usable sample is no update
+            self.skipped += 1
+        else:
+            if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
+                metrics = self.update(batch)
+            # New statistics change the policy too: they are published together with the last weights.
+            self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
+            self.publish()
+        if args.sync:  # only now: the next samples are all of the newest version
+            self.inference.release(slots)
+        if len(lags):
+            masked = (lags >= args.max_policy_lag).mean()
+            metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": masked}
+        return metrics
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One optimiser step for each epoch. All but the last are published here, the last by the caller."""
+        for epoch in range(self.args.num_epochs):
+            if epoch:
+                self.publish()
+            loss, target, metrics = appo_loss(self.args, self.agent, batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
+                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
+            self.optimizer.step()
+        if self.args.normalize_returns:
+            task = batch.vector[:-1, :, 0].long()
+            self.agent.critic.update(target.flatten(), task.flatten(), batch.mask.flatten())
+        metrics["losses/grad_norm"] = grad_norm
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+        return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def publish(self) -> None:
+        self.version += 1
+        self.inference.acting.publish(self.version)
+
+
+# ======================================================================================================================
+# Checkpoints
+# ======================================================================================================================
+
+
+def save_checkpoint(path: Path, learner: Learner) -> None:
+    """Tensors and plain values only. Written under another name first: a checkpoint is whole or absent."""
+    path.parent.mkdir(exist_ok=True)
+    content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
+                   global_step=learner.global_step, best_return=learner.best_return,
+                   episodes=[list(task) for task in learner.inference.episodes], args=asdict(learner.args))  # fmt: skip
+    temporary = path.with_name("saving.tmp")
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save_latest(folder: Path, learner: Learner, keep: int) -> None:
+    path = folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth"
+    save_checkpoint(path, learner)
+    others = sorted(set(folder.glob("checkpoint_*.pth")) - {path}, key=os.path.getmtime, reverse=True)
+    for old in others[keep - 1 :]:
+        old.unlink()
+
+
+def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
+    """The newest (or best) checkpoint that can be read, on the CPU; None where there is none."""
+    paths = sorted(folder.glob("checkpoint_*.pth" if kind == "latest" else "best.pth"), reverse=True)
+    for path in paths:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
+    if paths:  # a fresh start would in time delete them
+        raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
+    return None
+
+
+def saved_args(folder: Path) -> dict:
+    """The flags typed for an experiment, without those of one SESSION. Raises UserError."""
+    if not (folder / "cfg.json").exists():
+        raise UserError(f"there is no experiment in {folder}")
+    saved = json.loads((folder / "cfg.json").read_text())["args"]
+    return {field.name: saved[field.name] for field in fields(Args) if field.name in saved.keys() - set(SESSION)}
+
+
+def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
+    """The trained policy in an experiment's folder, its Args (set for games in this process and updated by `changes`,
+    such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
+    folder, here = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
+    args = resolve(Args(**saved_args(folder) | changes | here))
+    checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
+    if checkpoint is None:
+        raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
+    agent = Agent(spaces_of(args), args).to(args.device)
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        raise UserError(f"the network in {folder} does not fit {args.env_id}, or this version of the file") from None
+    return agent, args, checkpoint["global_step"]
+
+
+# ======================================================================================================================
+# Evaluate
+# ======================================================================================================================
+
+
+@torch.inference_mode()
+def evaluate(args: Args, folder: Path) -> list[float]:
+    """Plays `eval_episodes` episodes of each task with a checkpoint, one task after the other; prints the raw returns,
+    and returns their means."""
+    if args.save_video:
+        import imageio.v2 as imageio
+    chosen, trained = tasks_of(args), saved_args(folder)["env_id"]
+    # Games of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
+    count = min(args.eval_episodes, 16 if len(chosen) == 1 else 4)
+    changes = dict(num_envs_per_worker=count, one_task_per_worker=True, env_id=trained)
+    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **asdict(args) | changes)
+    tasks = tasks_of(args)
+    if unknown := [task for task in chosen if task not in tasks]:
+        raise UserError(f"{folder} was trained on {trained}, not on {', '.join(unknown)}")
+    check_level(args)
+    args.num_workers = len(tasks)  # task i has the games of "worker" i, though all play in this process, one by one
+    prepare_engines(args, folder)
+    spaces = spaces_of(args)
+    check_shared_memory(spaces, count * len(tasks))
+    device, mailbox = torch.device(args.device), Mailbox(spaces, count * len(tasks), len(tasks))
+    numpy = mailbox.numpy()
+    torch.manual_seed(args.seed)
+    per_game = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
+    how, frames, means, scores = "likeliest" if args.eval_deterministic else "sampled", [], [], []
+    print(f"{args.eval_episodes} episodes a task, {how} actions, step {step:,}: mean return +- standard deviation")
+    for number, task in ((tasks.index(task), task) for task in chosen):
+        returns, games = [[] for _ in range(count)], Games(args, number, numpy, args.seed)
+        rows, state = games.rows[0], torch.zeros(count, agent.state_size, device=device)
+        with tqdm(total=count * per_game, desc=task, unit=" episodes", disable=None, leave=False) as bar:
+            games.reset(0)
+            while any(len(finished) < per_game for finished in returns):
+                recording = args.save_video and task == chosen[0] and len(returns[0]) < per_game
+                if recording and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
+                    frames.append(np.array(games.splits[0].render()[0]))
+                tensors = [part[rows].to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
+                logits, _, state = agent(*tensors, state)
+                numpy.action[rows] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
+                games.step(0)
+                for i in np.flatnonzero(numpy.episode[rows, 2]):
+                    if len(returns[i]) < per_game:
+                        returns[i].append(float(numpy.episode[rows][i, 0]))
+                        bar.update()
+        games.close()
+        flat = [value for finished in returns for value in finished][: args.eval_episodes]
+        means.append(float(np.mean(flat)))
+        text = f"{task_of(task).test or task:40} {means[-1]:8.2f} +- {np.std(flat):6.2f}"
+        if task in TASKS:
+            scores.append(human_normalized(task, means[-1]))
+            text += f"   {scores[-1]:6.1f} % of people"
+        print(text)
+    if len(scores) == len(chosen) > 1:
+        capped = np.mean(np.minimum(scores, 100))
+        print(f"mean over tasks: {np.mean(scores):.1f} % of people, each capped at 100: {capped:.1f} %")
+    if args.save_video:
+        fps = TICKS_PER_SECOND / args.frameskip
+        with imageio.get_writer(folder / "video.mp4", fps=fps, macro_block_size=8) as video:
+            for frame in frames:
+                video.append_data(frame.repeat(4, 0).repeat(4, 1))
+        print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
+    return means
+
+
+# ======================================================================================================================
+# Main
+# ======================================================================================================================
+
+# flags of one session, not of the experiment
+SESSION = ("train_for_seconds", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video",
+           "fill_level_cache")  # fmt: skip
+# must match the checkpoint's; the tasks to be evaluated on may be some of them
+GAME, NETWORK = ("env_id", "extended_action_set"), ("encoder", "rnn_type", "hidden_size", "normalize_input")
+
+
+def parse_args() -> tuple[Args, Path]:
+    """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
+    args = tyro.cli(Args)
+    if args.experiment is None and args.evaluate:
+        raise UserError("--evaluate needs the name of an --experiment")
+    experiment = args.experiment or f"{args.env_id[:100]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    folder = Path(args.train_dir) / experiment
+    if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
+        raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
+    if args.evaluate or (folder / "cfg.json").exists():
+        saved = saved_args(folder)
+        old = Args(**saved)
+        args = tyro.cli(Args, default=old)
+        overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in saved
+                     if getattr(args, name) != getattr(old, name)}  # fmt: skip
+        fixed = NETWORK if args.evaluate else GAME + NETWORK
+        if wrong := [overrides[name] for name in fixed if name in overrides]:
+            raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
+        for text in overrides.values():
+            print(f"override: {text}")
+    args.experiment = experiment
+    return args, folder
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
+    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
+        ctypes.CDLL(None).mallopt(option, value)
+
+
+def check_shared_memory(spaces: Spaces, rows: int) -> None:
+    """Raises UserError when /dev/shm has no room for the mailbox and the games: later the kernel would kill the run."""
+    needed = rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY)
+    free = shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
+                        "games or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
+
+
+def open_log(folder: Path):
+    """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
+    import fcntl  # here, so that other systems get main's sentence and no ImportError
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "log.txt", "a", buffering=1)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another run is using {folder}") from None
+    except OSError:
+        print(f"warning: {folder} is on a file system without locks; a second run in it would not be noticed")
+    return file
+
+
+class Reporter:
+    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report; returns are of
+    the last 100 episodes of each task at that time."""
+
+    def __init__(self, args: Args, learner: Learner, writer, log):
+        self.args, self.learner, self.inference, self.writer, self.log = args, learner, learner.inference, writer, log
+        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
+                        unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
+        self.metrics, self.last, self.minute, self.warned = {}, self.counters(), deque(maxlen=12), False
+        self.score, self.text, self.settled = 0.0, "", False
+
+    def counters(self) -> dict[str, float]:
+        i, learner = self.inference, self.learner
+        return dict(time=time.monotonic(), step=learner.global_step, waited=learner.waited, served=i.served,
+                    batches=i.batches, idle=i.idle, held=i.held, compiling=float(i.numpy.compiling.sum()),
+                    unsaved=int(i.numpy.unsaved.sum()))  # fmt: skip
+
+    def update(self, metrics: dict[str, float]) -> bool:
+        """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
+        self.metrics |= metrics
+        now = self.counters()
+        self.bar.n = now["step"]
+        self.bar.update(0)
+        if due := now["time"] - self.last["time"] >= 5:
+            self.report(now["step"], {name: now[name] - self.last[name] for name in now})
+            self.last = now
+        return due
+
+    def report(self, step: int, change: dict[str, float]) -> None:
+        seconds = change["time"]
+        fps = change["step"] * self.args.frameskip / seconds
+        self.minute.append((seconds, change["compiling"]))  # it comes in lumps, when a step has ended
+        spent, compiling = np.sum(self.minute, axis=0)
+        scalars = self.metrics | {
+            "charts/SPS": change["step"] / seconds,
+            "charts/FPS": fps,
+            "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
+            "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
+            "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots
+            "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
+            "stats/compiling": compiling / spent / max(1, self.args.num_workers),  # actors compile maps: over a minute
+        }
+        scalars |= self.scores()
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
+        if change["held"] >= change["waited"]:
+            bottleneck = "learner"
+        else:
+            bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
+            if bottleneck == "games" and scalars["stats/compiling"] > 0.5:
+                bottleneck = "compiling maps (--fill-level-cache)"
+        if change["unsaved"] and not self.warned:
+            self.warned = True
+            self.log(f"warning: maps, or the numbers of those played, cannot be written (is a disk full?): compiling "
+                     f"again what {cache_folder(self.args)} does not have")  # fmt: skip
+        text = f"{fps:,.0f} frames/s, {self.text}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
+        self.bar.set_postfix_str(text)
+        self.log(f"step {step:,}: {text}", self.bar.disable)
+
+    def scores(self) -> dict[str, float]:
+        """Means of the last 100 episodes of each task, and the score over all tasks as soon as each has an episode."""
+        tasks, lists = tasks_of(self.args), [list(episodes) for episodes in self.inference.episodes]
+        played = {task: np.mean(episodes, axis=0) for task, episodes in zip(tasks, lists) if episodes}
+        scalars = {}
+        if len(tasks) > 1:
+            for task, mean in played.items():
+                scalars |= {f"tasks/{task}/episodic_return": mean[0], f"tasks/{task}/episodic_length": mean[2]}
+        if len(played) == len(tasks):
+            tags = ("charts/episodic_return", "charts/episodic_return_trained", "charts/episodic_length")
+            scalars |= dict(zip(tags, np.mean(list(played.values()), axis=0)))  # over tasks, not over episodes
+            self.score = scalars["charts/episodic_return"]
+            self.text = f"return {self.score:.2f}, "
+            if set(tasks) <= set(TASKS):
+                normalized = [human_normalized(task, mean[0]) for task, mean in played.items()]
+                capped = np.mean(np.minimum(normalized, 100))  # the cap is on a task's mean, as in IMPALA
+                scalars |= {"charts/human_normalized": np.mean(normalized), "charts/human_normalized_capped": capped}
+                if len(tasks) > 1:
+                    self.score, self.text = capped, f"{capped:.1f} % of people, "
+        self.settled = min(map(len, lists)) >= (100 if len(tasks) == 1 else 10)
+        return scalars
+
+
+@contextlib.contextmanager
+def sampling(args: Args, inference: Inference, session: int, log, stop_signals: list[int]):
+    """Context with actors, their games and the inference thread, all ended with it; yields the Actors. With
+    --num-workers 0 there are none."""
+    actors = Actors(args, inference.mailbox, inference.request_writer, session, log)
+    thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
+    try:
+        if args.num_workers:
+            actors.start_all()
+            actors.wait_for_games(stop_signals)
+            thread.start()
+        yield actors
+    finally:
+        if thread.is_alive():
+            inference.stop()
+            thread.join(10)
+        actors.stop(patience=0.0 if isinstance(sys.exception(), KeyboardInterrupt) else 5.0)
+        inference.unpin()
+
+
+def from_actors(actors: Actors, learner: Learner, count: int, stop_signals: list[int]):
+    """Generator: the slots of each iteration, oldest first, until the user stops the run."""
+    slots, start = [], time.perf_counter()
+    while not stop_signals:
+        actors.check()
+        with contextlib.suppress(queue.Empty):
+            item = learner.inference.full.get(timeout=0.5)
+            if isinstance(item, BaseException):
+                raise item
+            more, event = item
+            wait_event(event)  # inference's writes to these slots
+            slots.extend(more)
+        while len(slots) >= count and not stop_signals:
+            learner.waited += time.perf_counter() - start
+            yield np.array(slots[:count])
+            slots, start = slots[count:], time.perf_counter()
+
+
+def in_process(args: Args, learner: Learner, stop_signals: list[int], session: int):
+    """Like `from_actors`, for --num-workers 0. All happens in one thread and on one stream: no event to wait for."""
+    inference, slots, start = learner.inference, [], time.perf_counter()
+    games = Games(args, 0, inference.numpy, game_seed(args.seed, session, 0, 0))
+    try:
+        games.reset(0)
+        while not stop_signals:
+            if inference.serve([0]):
+                begin = time.perf_counter()
+                games.step(0)
+                inference.idle += time.perf_counter() - begin
+            else:  # every slot is full
+                while not inference.full.empty():
+                    slots.extend(inference.full.get()[0])
+                learner.waited += time.perf_counter() - start
+                yield np.array(slots)
+                slots, start = [], time.perf_counter()
+    finally:
+        games.close()
+
+
+def train(typed: Args, folder: Path) -> int:
+    """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
+
+    args = resolve(typed)
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        torch.cuda.set_device(device.index or 0)
+        torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
+    torch.manual_seed(args.seed)
+    check_level(args)
+    plays = shares_of_tasks(args)
+    spaces = spaces_of(args)
+    T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
+    rows = max(1, W) * args.num_envs_per_worker
+    check_shared_memory(spaces, rows)
+    log_file, checkpoints = open_log(folder), folder / "checkpoints"
+    engines = prepare_engines(args, folder)
+    (engines / "output.txt").unlink(missing_ok=True)
+
+    def log(text: str, show: bool = True) -> None:
+        log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        if show:
+            tqdm.write(text)
+
+    checkpoint = load_checkpoint(checkpoints, "latest", log)
+    if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
+        log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
+        return 0
+    agent = Agent(spaces, args).to(device)
+    inference = Inference(args, spaces, agent, device)
+    learner = Learner(args, agent, inference, device)
+    if checkpoint:
+        learner.load(checkpoint)
+        log(f"resuming {folder} at step {learner.global_step:,}")
+        with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
+            learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
+        torch.manual_seed(args.seed + learner.version)
+    session = learner.version  # a resumed run does not play the same games again
+
+    software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
+    # A resumed run starts from what was typed and resolves again: it may be on another machine.
+    cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
+    (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
+    os.replace(folder / "cfg.tmp", folder / "cfg.json")
+    lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # where the learner is slowest
+    for line in (
+        f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
+        f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
+        f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
+        f"({B} rollouts of {T} steps) per update; expected lag up to {lag:.1f} versions",
+        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory, {mebibytes(inference.rollouts):.0f} MiB of rollouts "
+        f"in {slots_needed(args)} slots; the games take about {games_memory(args):.1f} GiB",
+        f"{plays}; {spaces.heads[0]} actions; what the engines print is in {engines / 'output.txt'}",
+        f"up to {args.total_timesteps:,} steps = {args.total_timesteps * args.frameskip:,} frames; files in {folder}",
+    ):
+        log(line)
+
+    stop_signals = []
+
+    def on_signal(number, frame):
+        stop_signals.append(number)
+        if len(stop_signals) == 2:
+            raise KeyboardInterrupt  # at once, without a checkpoint
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
+    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    writer = SummaryWriter(str(folder), flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    try:
+        with sampling(args, inference, session, log, stop_signals) as actors:
+            if W:
+                source = from_actors(actors, learner, B, stop_signals)
+            else:
+                source = in_process(args, learner, stop_signals, session)
+            reporter = Reporter(args, learner, writer, log)
+            try:
+                with own_stream(device, args.learner_threads), reporter.bar, contextlib.closing(source):
+                    learn(args, checkpoints, learner, source, reporter)
+            finally:
+                for number in handlers:
+                    signal.signal(number, signal.SIG_IGN)  # a signal during the clean-up would leave games behind
+    finally:
+        writer.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    log(f"{'stopped' if stop_signals else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
+        f"{learner.skipped} batches without a usable sample, {actors.restarts} actors restarted")  # fmt: skip
+    return 130 if stop_signals else 0
+
+
+def fill_level_cache(args: Args) -> int:
+    """Compiles maps for `fill_level_cache` new seeds of each task that generates maps, on all workers. Returns the exit
+    code. Raises UserError."""
+    args = resolve(args)
+    args.experiment = None  # no experiment plays these seeds
+    check_level(args)
+    numbers = [i for i, task in enumerate(tasks_of(args)) if task_of(task).generated]
+    if not numbers:
+        raise UserError(f"--fill-level-cache: {args.env_id} generates no maps")
+    workers = max(1, args.num_workers)
+    engines = prepare_engines(args, cache_folder(args))
+    work, seed = sorted(numbers * args.fill_level_cache), time.time_ns() % 2**31  # other seeds each time
+    context, counts = mp.get_context("forkserver"), torch.zeros(3, workers, dtype=torch.int64).share_memory_()
+    context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+    processes, deaths = [None] * workers, [0] * workers
+
+    def start(worker: int) -> None:
+        """Behind the maps that were made and those that a process died of."""
+        left = work[worker::workers][int(counts[0, worker]) + deaths[worker] :]
+        arguments = (args, worker, left, (seed, worker, deaths[worker]), counts)
+        processes[worker] = context.Process(target=compile_maps, args=arguments)
+        processes[worker].start()
+
+    try:
+        for worker in range(workers):
+            start(worker)
+        running = set(range(workers))
+        with tqdm(total=len(work), desc="compiling maps", unit=" maps", disable=None) as bar:
+            while running:
+                time.sleep(0.5)
+                for worker in [worker for worker in running if not processes[worker].is_alive()]:
+                    running.remove(worker)
+                    if code := processes[worker].exitcode:  # the engine may end its process
+                        done = int(counts[0, worker])
+                        deaths[worker] += 1
+                        tqdm.write(f"worker {worker} died (exit code {code}) after {done} maps")
+                        if deaths[worker] < 3 + done:
+                            running.add(worker)
+                            start(worker)
+                bar.n = int(counts[0].sum())
+                bar.refresh()
+    finally:
+        for process in processes:
+            if process and process.pid:
+                end_group(process.pid)
+                process.kill()
+                process.join()
+    done, saved, unsaved = counts.sum(1).tolist()
+    print(f"{done} of {len(work)} seeds: {saved} new maps in {cache_folder(args)}, {unsaved} that it could not take; "
+          f"what the engines print is in {engines / 'output.txt'}")  # fmt: skip
+    return int(done < len(work) or unsaved > 0)
+
+
+def compile_maps(args: Args, worker: int, numbers: list[int], seed: tuple[int, ...], counts: torch.Tensor) -> None:
+    """Body of a process of `fill_level_cache`: resets the games of tasks `numbers` to new seeds. counts: int64
+    [3, workers], seeds done, and maps that the cache took and did not take."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch_parent, daemon=True).start()
+    os.nice(10)
+    rng, env = np.random.default_rng(seed), None
+    for number in numbers:
+        if env is None or env.number != number:
+            if env is not None:
+                env.close()
+            env = LabEnv(args, number)
+            env.start()
+        before = env.cache.saved, env.cache.unsaved
+        new = int(rng.integers(2**31 - 1))
+        env.cache.seed = str(new)
+        env.lab.reset(seed=new)
+        counts[:, worker] += torch.tensor([1, env.cache.saved - before[0], env.cache.unsaved - before[1]])
+
+
+def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:
+    """The learner's loop. It saves the last good weights however it ends, unless by a second signal."""
+    started = saved = best_saved = time.monotonic()
+    try:
+        for slots in source:
+            metrics = learner.iterate(slots)
+            now = time.monotonic()
+            if reporter.update(metrics) and reporter.settled and now - best_saved >= 30:
+                if reporter.score > learner.best_return:
+                    learner.best_return, best_saved = float(reporter.score), now
+                    save_checkpoint(checkpoints / "best.pth", learner)
+            if now - saved >= args.save_every_sec:
+                save_latest(checkpoints, learner, args.keep_checkpoints)
+                saved = now
+            timed_out = args.train_for_seconds is not None and now - started >= args.train_for_seconds
+            if learner.global_step >= args.total_timesteps or timed_out:
+                break
+    finally:
+        if not isinstance(sys.exception(), KeyboardInterrupt):
+            save_latest(checkpoints, learner, args.keep_checkpoints)
+
+
+def main() -> int:
+    try:
+        if sys.platform != "linux":
+            raise UserError(f"this needs Linux (process groups, /proc, /dev/shm); {sys.platform} has no such things")
+        args, folder = parse_args()
+        if args.evaluate:
+            evaluate(args, folder)
+            return 0
+        if args.fill_level_cache:
+            return fill_level_cache(args)
+        return train(args, folder)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped at once, without a checkpoint", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,620 @@
+"""DeepMind Lab's games, tasks and level cache. The engine is in no package registry: the stand-in of tests/stand_in keeps
+its contract, which the first tests check on both, where the engine can be imported."""
+
+import concurrent.futures
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import time
+import zipfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from edited import REPORTS, edited
+
+STAND_IN = Path(__file__).parent / "stand_in"
+
+
+def load_stand_in():
+    spec = importlib.util.spec_from_file_location("deepmind_lab", STAND_IN / "deepmind_lab.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+real = importlib.util.find_spec("deepmind_lab")
+MODULES = [load_stand_in(), *([importlib.import_module("deepmind_lab")] if real else [])]
+# tests that need no engine of their own use what can be imported; else the stand-in, as a user has the engine
+sys.modules.setdefault("deepmind_lab", MODULES[0])
+
+import appo_dmlab as appo  # noqa: E402
+
+WATERMAZE, EXPLORE = "contributed/dmlab30/rooms_watermaze", "contributed/dmlab30/explore_object_locations_small"
+SIZE = dict(width="96", height="72")
+NOTHING = np.zeros(7, np.intc)
+
+
+class Cache:
+    """What the engine calls, in order, and the maps."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.calls = folder, []
+
+    def fetch(self, key, pk3_path):
+        self.calls.append(("fetch", key))
+        if (self.folder / key).exists():
+            shutil.copyfile(self.folder / key, pk3_path)
+        return (self.folder / key).exists()
+
+    def write(self, key, pk3_path):
+        self.calls.append(("write", key))
+        shutil.copyfile(pk3_path, self.folder / key)
+
+
+@pytest.fixture(params=MODULES, ids=["stand-in", "engine"][: len(MODULES)])
+def module(request):
+    return request.param
+
+
+def test_contract_observations(module):
+    lab = module.Lab(WATERMAZE, ["RGB_INTERLEAVED", "INSTR"], config=SIZE)
+    lab.reset(seed=1)
+    first = lab.observations()
+    assert first["RGB_INTERLEAVED"].shape == (72, 96, 3) and first["RGB_INTERLEAVED"].dtype == np.uint8
+    assert type(first["INSTR"]) is str and first["RGB_INTERLEAVED"].flags.c_contiguous
+    reward = lab.step(NOTHING, num_steps=4)
+    assert type(reward) is float and lab.is_running() and lab.num_steps() == 4
+    assert not np.shares_memory(first["RGB_INTERLEAVED"], lab.observations()["RGB_INTERLEAVED"])
+    lab.close()
+    lab.close()
+
+
+def test_contract_errors(module):
+    with pytest.raises(RuntimeError, match="[Ll]evel"):
+        module.Lab("rooms_of_nowhere", ["RGB_INTERLEAVED"])
+    with pytest.raises(ValueError):
+        module.Lab(WATERMAZE, ["RGB_OF_NOWHERE"])
+    with pytest.raises(TypeError):
+        module.Lab(WATERMAZE, ["RGB_INTERLEAVED"], config=dict(width=96))
+    lab = module.Lab(WATERMAZE, ["RGB_INTERLEAVED"], config=SIZE)
+    with pytest.raises(ValueError):
+        lab.reset(seed=np.int64(1))
+    lab.reset(seed=1)
+    for wrong in (NOTHING.astype(np.int64), NOTHING[:6], NOTHING.tolist()):
+        with pytest.raises((ValueError, TypeError)):
+            lab.step(wrong, num_steps=4)
+    lab.close()
+
+
+def test_contract_end(module):
+    """seekavoid_arena_01: after the end there is no observation and no step."""
+    lab = module.Lab("seekavoid_arena_01", ["RGB_INTERLEAVED"], config=SIZE)
+    lab.reset(seed=1)
+    while lab.is_running():
+        lab.step(NOTHING, num_steps=4)
+    for call in (lab.observations, lambda: lab.step(NOTHING, num_steps=4)):
+        with pytest.raises(RuntimeError):
+            call()
+    lab.reset(seed=2)
+    assert lab.is_running()
+    lab.close()
+
+
+def test_contract_actions(module):
+    lab = module.Lab(WATERMAZE, ["RGB_INTERLEAVED"], config=SIZE)
+    spec = lab.action_spec()
+    assert [part["name"][:4] for part in spec] == ["LOOK", "LOOK", "STRA", "MOVE", "FIRE", "JUMP", "CROU"]
+    low, high = ([part[side] for part in spec] for side in ("min", "max"))
+    for actions, n in ((appo.ACTIONS, 9), (appo.EXTENDED_ACTIONS, 15)):
+        assert len(set(actions)) == len(actions) == n and all(any(action) for action in actions)
+        assert (np.array(actions) >= low).all() and (np.array(actions) <= high).all()
+    lab.close()
+
+
+def test_contract_level_cache(module, tmp_path):
+    cache = Cache(tmp_path)
+    lab = module.Lab(EXPLORE, ["RGB_INTERLEAVED"], config=SIZE, level_cache=cache)
+    for seed in (1, 2, 1):
+        lab.reset(seed=seed)
+    kinds, keys = zip(*cache.calls)
+    assert kinds == ("fetch", "write", "fetch", "write", "fetch") and keys[0] == keys[1] == keys[4] != keys[2]
+    assert all(zipfile.is_zipfile(tmp_path / key) for key in keys)
+    lab.close()
+
+
+def test_contract_temporary_folder_and_ports(module, tmp_path, monkeypatch):
+    """The folder is left to us; with the settings of make_lab the engine opens no socket."""
+
+    def sockets() -> int:
+        return sum(os.path.realpath(file).rpartition("/")[2].startswith("socket:") for file in Path("/proc/self/fd").iterdir())
+
+    monkeypatch.setattr(appo, "lab_module", lambda: module)
+    before, args = sockets(), appo.resolve(make_args(tmp_path))
+    lab = appo.make_lab(args, "rooms_watermaze", temp_folder=str(tmp_path))
+    lab.reset(seed=1)
+    assert sockets() == before and list(tmp_path.iterdir())
+    lab.close()
+    assert list(tmp_path.iterdir())
+
+
+def test_contract_time_limit(module):
+    lab = module.Lab("contributed/dmlab30/rooms_select_nonmatching_object", ["RGB_INTERLEAVED"], config=SIZE)
+    lab.reset(seed=1)
+    steps = 0
+    while lab.is_running():
+        lab.step(NOTHING, num_steps=4)
+        steps += 1
+    assert 4 * steps == appo.TASKS["rooms_select_nonmatching_object"].frames
+    lab.close()
+
+
+def make_args(tmp_path, **settings):
+    return appo.Args(**dict(env_id="rooms_watermaze", train_dir=str(tmp_path), experiment="e", num_workers=0, device="cpu",
+                            dataset_path="dummy") | settings)  # fmt: skip
+
+
+@pytest.fixture
+def env(tmp_path, monkeypatch):
+    """Makes games of the stand-in."""
+    monkeypatch.setitem(sys.modules, "deepmind_lab", MODULES[0])
+    monkeypatch.setenv("APPO_DMLAB_ENGINES", str(tmp_path / "engines"))
+    (tmp_path / "engines").mkdir()
+    appo.lab_module.cache_clear()
+    monkeypatch.setattr(appo, "prepare_process", lambda: tmp_path / "engines")
+    made = []
+
+    def make(number=0, **settings):
+        made.append(appo.LabEnv(appo.resolve(make_args(tmp_path, **settings)), number))
+        return made[-1]
+
+    yield make
+    for game in made:
+        game.close()
+    appo.lab_module.cache_clear()
+
+
+def play(game, action=0):
+    """Plays an episode; returns the observations, rewards and infos, and how it ended."""
+    steps = []
+    while True:
+        observation, *rest = game.step(action)
+        steps.append((observation, *rest))
+        if rest[1] or rest[2]:
+            return steps
+
+
+def test_the_last_observation_is_kept_and_a_time_limit_is_no_end(env):
+    game = env(env_id="rooms_select_nonmatching_object")
+    game.reset(seed=3)
+    steps = play(game)
+    (before, *_), (last, _, terminated, truncated, _) = steps[-2:]
+    assert len(steps) == 720 / 4 and not terminated and truncated
+    assert np.array_equal(before["obs"], last["obs"]) and np.array_equal(before["vector"], last["vector"])
+    game = env(env_id="rooms_watermaze")  # the stand-in ends it early: not by the time limit, which is 7,200 frames
+    game.reset(seed=3)
+    _, _, terminated, truncated, _ = play(game)[-1]
+    assert terminated and not truncated
+
+
+def test_rewards_are_squashed_and_scores_are_not(env, monkeypatch):
+    game = env()
+    game.reset(seed=0)
+    for raw, expected in ((0.0, 0.0), (1.0, 5 * np.tanh(0.2)), (-1.0, -1.5 * np.tanh(0.2)), (100.0, 5.0), (-100.0, -1.5)):
+        monkeypatch.setattr(game.lab, "step", lambda action, num_steps, raw=raw: raw)
+        _, reward, *_, info = game.step(0)
+        assert reward == pytest.approx(expected) and info["raw_reward"] == raw
+
+
+def test_actions_reach_the_engine_as_it_wants_them(env, monkeypatch):
+    game, seen = env(extended_action_set=True), []
+    game.reset(seed=0)
+    monkeypatch.setattr(game.lab, "step", lambda action, num_steps: seen.append((action.copy(), num_steps)) or 0.0)
+    for a in range(game.action_space.n):
+        game.step(np.int64(a))
+    assert [tuple(action) for action, _ in seen] == list(appo.EXTENDED_ACTIONS)
+    assert all(action.dtype == np.intc and action.flags.c_contiguous and n == 4 for action, n in seen)
+
+
+def test_words():
+    assert appo.words_of("") == ()
+    ball = int(hashlib.md5(b"ball").hexdigest(), 16) % 999 + 1
+    assert appo.words_of("red  ball") == (appo.words_of("red")[0], ball)
+    many = appo.words_of(" ".join(f"word{i}" for i in range(40)))
+    assert len(many) == 16 and all(1 <= word <= 999 for word in many)
+
+
+def test_the_instruction_is_in_the_observation(env):
+    game = env(env_id="language_select_described_object")
+    observation, _ = game.reset(seed=0)
+    text = game.lab.observations()["INSTR"]
+    words = appo.words_of(text)
+    assert len(words) == 4 and observation["vector"].tolist() == [0, *words, *[0] * 12]
+    assert game.observation_space.contains(observation)
+
+
+def test_tasks_and_their_games(tmp_path):
+    one = make_args(tmp_path, env_id="contributed/dmlab30/rooms_watermaze", num_workers=2, num_envs_per_worker=4)
+    assert appo.tasks_of(one) == ["rooms_watermaze"] and not appo.task_numbers(one).any()
+    assert appo.tasks_of(make_args(tmp_path, env_id="dmlab_benchmark")) == ["rooms_collect_good_objects_train"]
+    two = make_args(tmp_path, env_id="dmlab_benchmark,seekavoid_arena_01,dmlab_benchmark", num_workers=1, num_envs_per_worker=4)
+    assert appo.tasks_of(two) == ["rooms_collect_good_objects_train", "seekavoid_arena_01"] and appo.task_numbers(two).tolist() == [0, 1, 0, 1]
+    assert appo.shares_of_tasks(two) == "2 games for each of 2 tasks: all have the same number of samples"
+    every = make_args(tmp_path, env_id="dmlab_30", num_workers=3, num_envs_per_worker=20)
+    assert set(Counter(appo.task_numbers(every)).values()) == {2}
+    assert appo.shares_of_tasks(every) == "2 games for each of 30 tasks: those on faster workers have more of the samples"
+    every.num_envs_per_worker = 30
+    assert appo.shares_of_tasks(every) == "3 games for each of 30 tasks: all have the same number of samples"
+    every.one_task_per_worker = True
+    assert appo.task_numbers(every).reshape(3, 30).tolist() == [[worker] * 30 for worker in range(3)]
+    with pytest.raises(appo.UserError, match="30 tasks need --num-workers 30 or more"):
+        appo.shares_of_tasks(every)
+    assert len(appo.TASKS) == 30 and sum(task.generated for task in appo.TASKS.values()) == 15
+
+
+def test_make_envs_gives_every_row_its_task(tmp_path, env):
+    args = make_args(tmp_path, env_id="dmlab_30", num_workers=2, num_envs_per_worker=30)
+    games = appo.Games(appo.resolve(args), 1, appo.Mailbox(appo.spaces_of(args), 60, 2).numpy(), 0)
+    assert [game.number for envs in games.splits for game in envs.envs] == list(range(30))
+    games.close()
+
+
+@pytest.mark.parametrize("settings, sentence", [
+    (dict(env_id="rooms_colect_good_objects"), "did you mean rooms_collect_good_objects_train"),
+    (dict(env_id="rooms_watermaze,seekavoid"), "unknown --env-id seekavoid; did you mean seekavoid_arena_01"),
+    (dict(env_id="dmlab_30", dataset_path=None), "--dataset-path is missing, for psychlab_arbitrary_visuomotor_mapping and"),
+    (dict(env_id="psychlab_continuous_recognition", dataset_path="/nowhere"), "--dataset-path /nowhere is no folder"),
+    (dict(renderer="hardware"), "the engine does not start rooms_watermaze: "),
+])  # fmt: skip
+def test_wrong_levels_and_missing_data_sets(tmp_path, env, settings, sentence):
+    with pytest.raises(appo.UserError, match=sentence):
+        appo.check_level(make_args(tmp_path, **settings))
+
+
+def test_a_missing_engine_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepmind_lab", None)
+    appo.lab_module.cache_clear()
+    with pytest.raises(appo.UserError, match="no package registry has it.*zip, dirname and mv"):
+        appo.lab_module()
+    appo.lab_module.cache_clear()
+
+
+# --- the level cache
+
+
+def cache(tmp_path, experiment="e", level="contributed/dmlab30/explore_object_locations_small"):
+    return appo.LevelCache(tmp_path / "cache", tmp_path / experiment / "played", level)
+
+
+def store(one: appo.LevelCache, folder: Path, seed: int) -> None:
+    """What the engine does for a new seed."""
+    one.seed, key, path = str(seed), f"map_{seed}", folder / f"engine_{seed}.pk3"
+    assert not one.fetch(key, str(path))
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("map", str(seed))
+    one.write(key, str(path))
+
+
+def test_damaged_lists_of_seeds(tmp_path):
+    one, rng = cache(tmp_path), np.random.default_rng(0)
+    one.seeds.write_bytes(b"12\n99999999999999999999\n\x00\xff\n4294967297\n-3\n1")
+    store(one, tmp_path, 34)  # does not join what was cut off
+    assert {one.next_seed(rng) for _ in range(3)} == {1, 12, 34}
+    assert one.next_seed(rng) not in (1, 12, 34)
+
+
+def test_cached_seeds_come_first_and_none_twice(tmp_path):
+    one, rng = cache(tmp_path), np.random.default_rng(0)
+    for seed in range(5):
+        store(one, tmp_path, seed)
+    assert len({one.next_seed(rng) for _ in range(3)} & set(range(5))) == 3
+    again = cache(tmp_path)  # a resumed run
+    seeds = Path(one.played).read_text().split() + [str(again.next_seed(rng)) for _ in range(4)]
+    assert len(set(seeds)) == 7 and {"0", "1", "2", "3", "4"} < set(seeds)
+    assert {other.next_seed(rng) for other in [cache(tmp_path, "other")] for _ in range(5)} == set(range(5)), "of another run"
+
+
+def choose(folder: Path, number: int) -> list[int]:
+    one, rng = cache(folder), np.random.default_rng(number)
+    return [one.next_seed(rng) for _ in range(50)]
+
+
+def test_processes_choose_different_seeds(tmp_path):
+    one = cache(tmp_path)
+    one.seeds.write_text("".join(f"{seed}\n" for seed in range(150)))
+    with concurrent.futures.ProcessPoolExecutor(4) as pool:
+        chosen = sum(pool.map(choose, [tmp_path] * 4, range(4)), [])
+    assert len(set(chosen)) == 200 and set(range(150)) < set(chosen)
+
+
+def test_a_map_is_whole_or_compiled_anew(tmp_path):
+    one = cache(tmp_path)
+    store(one, tmp_path, 7)
+    target = tmp_path / "target.pk3"
+    target.write_bytes(b"the map before")
+    assert one.fetch("map_7", str(target)) and zipfile.ZipFile(target).read("map") == b"7"
+    stored = tmp_path / "cache" / "map_7.pk3"
+    whole = stored.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", whole.replace(b"7", b"8", 1)):
+        stored.write_bytes(damaged)
+        assert not one.fetch("map_7", str(target))
+    store(one, tmp_path, 7)
+    assert one.fetch("map_7", str(target)) and one.unsaved == 0
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".pk3", ".seeds"], "nothing half-written"
+
+
+def test_a_full_disk_is_counted_and_survived(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    one = cache(tmp_path)
+    monkeypatch.setattr(appo.os, "replace", full)
+    store(one, tmp_path, 1)
+    assert one.unsaved == 1 and not list((tmp_path / "cache").iterdir()) and one.seconds > 0
+    one.played.mkdir()  # it cannot be written either
+    rng = np.random.default_rng(0)
+    assert len({one.next_seed(rng) for _ in range(3)}) == 3 and one.unsaved == 4
+
+
+def test_a_run_compiles_each_map_once(env, tmp_path):
+    """Two games of one experiment and one of another; what is compiled is told in info."""
+    one, other = (env(env_id="explore_object_locations_small", experiment=name) for name in ("e", "f"))
+    compiled = [one.reset(seed=seed)[1]["compiling"] for seed in range(3)]
+    assert min(compiled) > 0
+    assert [other.reset(seed=seed)[1]["compiling"] for seed in range(5, 8)] == [0, 0, 0], "the other run finds them"
+    assert other.reset()[1]["compiling"] > 0
+
+
+def test_a_second_reset_before_any_step_costs_nothing(env):
+    """Games.reset starts games one by one and then resets them all; SyncVectorEnv gives both times the same seed."""
+    game = env(env_id="explore_object_locations_small")
+    one, info = game.reset(seed=1)
+    two, again = game.reset(seed=1)
+    assert info["compiling"] > 0 and again == {} and np.array_equal(one["obs"], two["obs"])
+    assert len(game.cache.played.read_text().split()) == 1
+    game.step(0)
+    game.reset(seed=1)
+    assert len(game.cache.played.read_text().split()) == 2
+
+
+def test_evaluation_plays_held_out_levels(env):
+    game = env(env_id="rooms_collect_good_objects_train", evaluate=True)
+    game.reset(seed=0)
+    assert game.lab.level.endswith("rooms_collect_good_objects_test")
+
+
+# --- the network
+
+
+def agent(tmp_path, **settings):
+    args = appo.resolve(make_args(tmp_path, hidden_size=32, precision="float32", **settings))
+    spaces = appo.Spaces(appo.IMAGE, 1 + appo.WORDS, (9,))
+    torch.manual_seed(0)
+    return args, spaces, appo.Agent(spaces, args)
+
+
+@pytest.mark.parametrize("encoder", ["impala", "convnet"])
+def test_instructions_are_read_to_their_last_word(tmp_path, encoder):
+    _, _, network = agent(tmp_path, encoder=encoder)
+    texts = ["", "red", "collect the red ball", " ".join(["x"] * 16), "red", ""]
+    words = torch.zeros(len(texts), 16, dtype=torch.int64)
+    for i, text in enumerate(texts):
+        words[i, : len(text.split())] = torch.tensor(appo.words_of(text), dtype=torch.int64)
+    read = network.read(words)
+    for i, text in enumerate(texts):
+        n = max(1, len(text.split()))
+        output, _ = network.reader(network.embedding(words[i : i + 1, :n]))
+        torch.testing.assert_close(read[i], output[0, -1])
+    assert not torch.allclose(read[1], read[2])
+
+
+def test_input_statistics_do_not_touch_word_numbers(tmp_path):
+    _, _, network = agent(tmp_path)
+    obs, vector = torch.randint(0, 256, (4, 2, *appo.IMAGE), dtype=torch.uint8), torch.full((4, 2, 17), 900.0)
+    vector[..., 0] = 0
+    before = network.read(vector[0, :, 1:].long())
+    network.update_normalizers(obs, vector, torch.ones(4, 2, dtype=torch.bool))
+    assert network.image_norm.count > 0 and torch.equal(network.read(vector[0, :, 1:].long()), before)
+
+
+def test_popart_normalises_each_tasks_targets_and_keeps_every_value():
+    """Two tasks with rewards of different size; the second gets no targets at first."""
+    torch.manual_seed(0)
+    critic, x, task = appo.PopArt(appo.init_layer(torch.nn.Linear(16, 3))), torch.randn(50, 16), torch.arange(50) % 2
+    values, seen = critic(x, task), [[], []]
+    for i in range(20):
+        of = torch.randint(0, 2, (200,))
+        targets = torch.randn(200) * torch.tensor([300.0, 0.01])[of] + torch.tensor([50.0, 3.0])[of]
+        mask = torch.rand(200) < torch.tensor([0.5, 0.0 if i < 3 else 0.3])[of]
+        critic.update(torch.where(mask, targets, 1e6), of, mask)
+        torch.testing.assert_close(critic(x, task), values, rtol=1e-5, atol=1e-4)
+        for k in range(2):
+            seen[k].append(targets[mask & (of == k)])
+    for k, targets in enumerate(map(torch.cat, seen)):
+        total = critic.START + len(targets)  # it starts as if it had seen some with mean 0 and deviation 1
+        mean = targets.sum() / total
+        std = ((targets.square().sum() + critic.START) / total - mean.square()).sqrt()
+        torch.testing.assert_close(torch.stack([critic.mean[k], critic.std[k]]), torch.stack([mean, std]), rtol=1e-4, atol=1e-4)
+    assert (critic.mean[2], critic.std[2], critic.count[2]) == (0, 1, critic.START), "a task without targets stays as it was"
+
+
+def test_popart_forgets_what_is_long_ago():
+    critic, mask, task = appo.PopArt(torch.nn.Linear(4, 1)), torch.ones(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.int64)
+    critic.MEMORY = 10_000  # samples
+    for mean in (0.0, 100.0):
+        for _ in range(200):
+            critic.update(torch.randn(1000) + mean, task, mask)
+    assert critic.mean.item() == pytest.approx(100, abs=0.1) and critic.std.item() == pytest.approx(1, abs=0.1)
+
+
+def test_the_size_of_a_tasks_rewards_does_not_matter(tmp_path):
+    """The gradient is the same with the rewards of one of two tasks a hundred times as large, when PopArt knows it."""
+    args, _, network = agent(tmp_path, env_id="dmlab_30", encoder="convnet", rnn_type="none")
+    T, B = 4, 6
+    obs = torch.randint(0, 256, (T + 1, B, *appo.IMAGE), dtype=torch.uint8)
+    vector, first = torch.zeros(T + 1, B, 17), torch.zeros(T + 1, B, dtype=torch.bool)
+    vector[:, 3:, 0] = 7
+    rewards, actions = torch.randn(T, B), torch.randint(0, 9, (T, B, 1))
+    shift = 0.3 * torch.randn(T, B)  # of the old values, so that the value clip of 0.2 acts here and there
+    gradients = []
+    for size in (1.0, 100.0):
+        scale = torch.where(vector[..., 0] == 7, size, 1.0)
+        network.critic.std[7] = size
+        with torch.no_grad():
+            logits, values, state = network(obs, vector, first, torch.zeros(B, 0))
+            logprobs, _, _ = appo.evaluate_actions(logits[:-1], actions, network.heads)
+        old = values[:-1] + shift * scale[1:]
+        batch = appo.Batch(obs, vector, first, state, actions, logprobs, old, rewards * scale[1:], torch.zeros(T, B, dtype=torch.bool),
+                           torch.ones(T, B, dtype=torch.bool), [0], T * B)  # fmt: skip
+        network.zero_grad()
+        appo.appo_loss(args, network, batch)[0].backward()
+        gradients.append([parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_the_score_is_capped_after_the_mean(tmp_path):
+    """A task with returns of 0 % and 300 % counts as 100 %; every other one is at 0 %."""
+    args = make_args(tmp_path, env_id="dmlab_30")
+    episodes = [[[task.random, 0.0, 10.0]] * 10 for task in appo.TASKS.values()]
+    people = next(iter(appo.TASKS.values()))
+    episodes[0] = [[people.random, 0.0, 10.0], [people.random + 3 * (people.human - people.random), 0.0, 10.0]] * 5
+    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes), score=None, settled=None)
+    scalars = appo.Reporter.scores(reporter)
+    assert scalars["charts/human_normalized"] == pytest.approx(150 / 30) and reporter.settled
+    assert scalars["charts/human_normalized_capped"] == reporter.score == pytest.approx(100 / 30)
+    episodes[3] = []
+    assert "charts/human_normalized_capped" not in appo.Reporter.scores(reporter) and not reporter.settled
+
+
+def test_the_score_of_levels_without_scores_of_people_is_the_mean_return(tmp_path):
+    args = make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01")
+    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=[[[2.0, 0.0, 10.0]] * 10, []]), score=None, settled=None)
+    appo.Reporter.scores(reporter)
+    assert reporter.score is None and not reporter.settled, "one of the tasks has no episode yet"
+    reporter.inference.episodes[1] = [[4.0, 0.0, 10.0]] * 10
+    scalars = appo.Reporter.scores(reporter)
+    assert reporter.score == 3.0 and reporter.text == "return 3.00, " and reporter.settled
+    assert scalars["tasks/seekavoid_arena_01/episodic_return"] == 4.0 and "charts/human_normalized" not in scalars
+
+
+def test_human_normalized():
+    assert appo.human_normalized("rooms_watermaze", 54) == pytest.approx(100)
+    assert appo.human_normalized("rooms_watermaze", 4.065) == pytest.approx(0)
+
+
+# --- runs
+
+
+RUN = ("--num-workers", "2", "--num-envs-per-worker", "2", "--rollout", "8", "--batch-size", "16", "--hidden-size", "32", "--device", "cpu",
+       "--precision", "float32", "--encoder", "convnet")  # fmt: skip
+
+
+def with_stand_in(**variables):
+    return dict(env=dict(PYTHONPATH=str(STAND_IN)) | variables)
+
+
+@pytest.fixture
+def run(run, tmp_path_factory):
+    """As in conftest.py, with a report every second instead of every five: less to wait for."""
+    return functools.partial(run, script=edited(tmp_path_factory.mktemp("copy"), "edited_dmlab", REPORTS, source=Path(appo.__file__)))
+
+
+def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
+    r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500", **with_stand_in())
+    assert r.wait(90) == 0, r.text()
+    assert "all games play lasertag_one_opponent_small; 9 actions" in r.text() and "log of" not in r.text()
+    assert "log of contributed/dmlab30/lasertag_one_opponent_small" in (tmp_path / "e" / "engines" / "output.txt").read_text()
+    newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
+    assert torch.load(newest, weights_only=True)["agent"]["critic.count"] > appo.PopArt.START, "PopArt counts the targets"
+    played = next((tmp_path / "e" / "played").iterdir())
+    before = played.read_text().split()
+    assert len(before) == len(set(before)) > 10
+    r = run("--experiment", "e", "--total-timesteps", "2500", **with_stand_in())
+    assert r.wait(90) == 0, r.text()
+    after = played.read_text().split()
+    assert len(after) == len(set(after)) > len(before), "no seed twice, resume included"
+    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--save-video", **with_stand_in())
+    assert r.wait(90) == 0, r.text()
+    assert "3 episodes a task" in r.text() and "% of people" in r.text()
+    assert (tmp_path / "e" / "video.mp4").stat().st_size > 1000
+    assert_gone(tmp_path / "e" / "engines")
+
+
+def assert_gone(engines: Path) -> None:
+    """No temporary folder is left."""
+    deadline = time.monotonic() + 10
+    while (left := list(engines.glob("[0-9]*"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == [] and (engines / "output.txt").exists()
+
+
+@pytest.mark.parametrize("reset", ["0", "3"], ids=["while it plays", "in a slow reset"])
+def test_a_killed_run_leaves_no_temporary_folders(run, tmp_path, reset):
+    engines = tmp_path / "e" / "engines"
+    r = run(*RUN, "--experiment", "e", "--total-timesteps", "1000000", **with_stand_in(STAND_IN_RESET=reset))
+    if reset == "0":
+        r.wait_for(lambda: "frames/s" in r.text(), 60, "the first report")
+        assert len(list(engines.glob("[0-9]*/[0-9]*/*/dmlab*"))) == 4
+    else:
+        r.wait_for(lambda: list(engines.glob("[0-9]*/[0-9]*/*")), 60, "an engine")
+    r.process.kill()
+    r.process.wait()
+    assert_gone(engines)
+
+
+def test_an_engine_that_ends_its_process_is_replaced(run, tmp_path):
+    """exit(1), as for a missing map; SIGABRT, as of an error in a callback of Lua."""
+    r = run(*RUN, "--experiment", "e", "--total-timesteps", "3000", **with_stand_in(STAND_IN_END=str(tmp_path)))
+    assert r.wait(120) == 0, r.text()
+    assert "died (exit code 1); starting it again" in r.text() and "died (exit code -6); starting it again" in r.text()
+    assert "2 actors restarted" in r.text()
+
+
+def test_compiling_is_named_as_the_bottleneck(run, tmp_path):
+    r = run(*RUN, "--env-id", "skymaze_irreversible_path_hard", "--experiment", "e", "--train-for-seconds", "7",
+            **with_stand_in(STAND_IN_COMPILE="1"))  # fmt: skip
+    assert r.wait(120) == 0, r.text()
+    assert "bottleneck: compiling maps (--fill-level-cache)" in r.text() and "0 actors restarted" in r.text()
+
+
+def test_filling_the_cache(run, tmp_path):
+    """Also by more workers than maps, and with engines that end their processes."""
+    fill = "--env-id", "explore_object_locations_small", "--fill-level-cache"
+    r = run(*fill, "2", "--num-workers", "3", **with_stand_in())
+    assert r.wait(60) == 0 and "2 of 2 seeds: 2 new maps in" in r.text() and ", 0 that it could not take" in r.text()
+    assert "Traceback" not in r.text() and len(list((tmp_path / "level_cache").glob("*.pk3"))) == 2
+    r = run(*fill, "28", "--num-workers", "2", **with_stand_in(STAND_IN_END=str(tmp_path)))
+    assert r.wait(60) == 1 and "26 of 28 seeds: 26 new maps in" in r.text()
+    assert "died (exit code 1) after 11 maps" in r.text() and "died (exit code -6) after 11 maps" in r.text()
+    assert_gone(tmp_path / "level_cache" / "engines")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["level_cache"], "no experiment was made"
+    r = run("--env-id", "rooms_watermaze", "--fill-level-cache", "6", **with_stand_in())
+    assert r.wait(60) == 2 and "--fill-level-cache: rooms_watermaze generates no maps" in r.text()
+
+
+def test_every_task_is_reported(run, tmp_path):
+    from test_command_line import scalars
+
+    r = run(*RUN[4:], "--num-workers", "1", "--num-envs-per-worker", "30", "--env-id", "dmlab_30", "--dataset-path", "dummy",
+            "--experiment", "e", "--total-timesteps", "7000", "--batch-size", "240", **with_stand_in())  # fmt: skip
+    assert r.wait(120) == 0, r.text()
+    assert "1 game for each of 30 tasks: all have the same number of samples; 15 actions" in r.text()
+    found = scalars(tmp_path / "e")
+    assert {f"tasks/{task}/episodic_return" for task in appo.TASKS} < set(found)
+    assert {"charts/human_normalized", "charts/human_normalized_capped", "stats/compiling"} < set(found)
+    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "2", **with_stand_in())
+    assert r.wait(120) == 0, r.text()
+    rows = [line.split()[0] for line in r.text().splitlines() if line.endswith("% of people")]
+    assert rows == [task.test or name for name, task in appo.TASKS.items()]
+    assert r.text().splitlines()[-1].startswith("mean over tasks: ")
+    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "1", "--env-id", "rooms_watermaze", **with_stand_in())
+    assert r.wait(120) == 0 and r.text().splitlines()[-1].startswith("rooms_watermaze "), "one of those it was trained on"
+    with pytest.raises(appo.UserError, match="was trained on dmlab_30, not on seekavoid_arena_01"):
+        appo.evaluate(appo.Args(**appo.saved_args(tmp_path / "e") | dict(env_id="seekavoid_arena_01")), tmp_path / "e")
