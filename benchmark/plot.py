@@ -375,6 +375,7 @@ def main() -> None:
     curves(plt, "defend_the_center, --learning-rate 1e-4, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
     if (log := RESULTS / "pbt_basic.csv").exists():
         population(plt, "basic: four policies, three of which start with a ruinous learning rate", log, RESULTS / "pbt_basic.png")
+    curves(plt, "DeepMind Lab: rooms_collect_good_objects_train, 2 cores without a GPU", None, "learning_dmlab.png", "learning_dmlab.csv")
     for game, goal in (("pong", 18), ("breakout", None)):
         curves(plt, f"{game.capitalize()}, default flags, 2 cores without a GPU", goal, f"learning_{game}.png", f"learning_{game}.csv",
                f"cleanrl_{game}.csv", unit=(1e6, "million"))  # fmt: skip

@@ -120,6 +120,15 @@ def make_agent(appo, vector=3, heads=(3, 4), **settings):
     return args, appo.Agent(appo.Spaces((72, 128, 3), vector, heads), args)
 
 
+def vectors(appo, *shape: int, generator=None) -> torch.Tensor:
+    """What stands beside the images: measurements, or the number of a task, here the first, and those of words."""
+    if not hasattr(appo, "VOCABULARY"):
+        return torch.randn(shape, generator=generator)
+    result = torch.randint(appo.VOCABULARY, shape, generator=generator).float()
+    result[..., 0] = 0
+    return result
+
+
 def make_batch(appo, agent, T=6, B=4, mask=None):
     generator = torch.Generator().manual_seed(1)
     first = torch.rand(T + 1, B, generator=generator) < 0.25
@@ -128,7 +137,8 @@ def make_batch(appo, agent, T=6, B=4, mask=None):
     more = dict(inactive=torch.zeros(T, B, dtype=torch.bool)) if "inactive" in appo.Batch._fields else {}
     return appo.Batch(
         obs=torch.randint(256, (T + 1, B, 72, 128, 3), generator=generator, dtype=torch.uint8),
-        vector=torch.randn(T + 1, B, 3, generator=generator), first=first, rnn_state=torch.randn(B, agent.state_size, generator=generator),
+        vector=vectors(appo, T + 1, B, 3, generator=generator), first=first,
+        rnn_state=torch.randn(B, agent.state_size, generator=generator),
         actions=torch.stack(heads, -1), logprobs=torch.randn(T, B, generator=generator) - 2, values=torch.randn(T, B, generator=generator),
         rewards=torch.randn(T, B, generator=generator), terminated=torch.rand(T, B, generator=generator) < 0.1, mask=mask,
         restarts=[0] + [t for t in range(1, T + 1) if first[t].any()], size=int(mask.sum()), **more,
@@ -139,7 +149,7 @@ def make_batch(appo, agent, T=6, B=4, mask=None):
 def test_loss_against_numpy(appo, exploration):
     args, agent = make_agent(appo, exploration_loss=exploration, ent_coef=0.1)
     batch = make_batch(appo, agent)
-    loss, _ = appo.appo_loss(args, agent, batch)
+    loss, *_ = appo.appo_loss(args, agent, batch)
     with torch.no_grad():
         logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
     logprob = entropy = skl = 0
@@ -176,7 +186,7 @@ def test_masked_samples_take_no_part(appo):
     gradients = []
     for b in (batch, changed):
         agent.zero_grad()
-        loss, _ = appo.appo_loss(args, agent, b)
+        loss, *_ = appo.appo_loss(args, agent, b)
         loss.backward()
         gradients.append([loss.detach(), *(p.grad.clone() for p in agent.parameters())])
     torch.testing.assert_close(gradients[0], gradients[1])
@@ -245,7 +255,7 @@ def test_a_far_off_policy_sample_has_a_finite_gradient(appo):
     args, agent = make_agent(appo)
     batch = make_batch(appo, agent)
     batch.logprobs[0, 0] = -100.0
-    loss, _ = appo.appo_loss(args, agent, batch)
+    loss, *_ = appo.appo_loss(args, agent, batch)
     loss.backward()
     assert torch.isfinite(loss) and all(torch.isfinite(p.grad).all() for p in agent.parameters())
 
@@ -292,7 +302,7 @@ def test_log_ratio_at_lag_zero(appo, precision, bound):
     args = appo.Args(precision=precision)
     agent = appo.Agent(appo.Spaces((72, 128, 3), 23, (3, 3, 2, 2, 11)), args)
     T, B = 8, 16
-    obs, vector = torch.randint(256, (T, B, 72, 128, 3), dtype=torch.uint8), torch.randn(T, B, 23)
+    obs, vector = torch.randint(256, (T, B, 72, 128, 3), dtype=torch.uint8), vectors(appo, T, B, 23)
     first, state, acted = torch.rand(T, B) < 0.1, torch.zeros(B, agent.state_size), []
     agent.update_normalizers(obs, vector, torch.ones(T, B, dtype=torch.bool))
     with torch.no_grad():
