@@ -513,7 +513,7 @@ def test_human_normalized():
 
 
 RUN = ("--num-workers", "2", "--num-envs-per-worker", "2", "--rollout", "8", "--batch-size", "16", "--hidden-size", "32", "--device", "cpu",
-       "--precision", "float32", "--encoder", "convnet")  # fmt: skip
+       "--precision", "float32", "--encoder", "convnet", "--learner-threads", "1")  # fmt: skip
 
 
 def with_stand_in(**variables):
@@ -527,8 +527,10 @@ def run(run, tmp_path_factory):
 
 
 def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
-    r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500", **with_stand_in())
+    slow = dict(STAND_IN_COMPILE="0.5")
+    r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500", **with_stand_in(**slow))
     assert r.wait(90) == 0, r.text()
+    assert "bottleneck: compiling maps (--fill-level-cache)" in r.text()
     assert "all games play lasertag_one_opponent_small; 9 actions" in r.text() and "log of" not in r.text()
     assert "log of contributed/dmlab30/lasertag_one_opponent_small" in (tmp_path / "e" / "engines" / "output.txt").read_text()
     newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
@@ -555,15 +557,12 @@ def assert_gone(engines: Path) -> None:
     assert left == [] and (engines / "output.txt").exists()
 
 
-@pytest.mark.parametrize("reset", ["0", "3"], ids=["while it plays", "in a slow reset"])
-def test_a_killed_run_leaves_no_temporary_folders(run, tmp_path, reset):
+def test_a_killed_run_leaves_no_temporary_folders(run, tmp_path):
+    """Its engines hold the GIL, in resets for a second."""
     engines = tmp_path / "e" / "engines"
-    r = run(*RUN, "--experiment", "e", "--total-timesteps", "1000000", **with_stand_in(STAND_IN_RESET=reset))
-    if reset == "0":
-        r.wait_for(lambda: "frames/s" in r.text(), 60, "the first report")
-        assert len(list(engines.glob("[0-9]*/[0-9]*/*/dmlab*"))) == 4
-    else:
-        r.wait_for(lambda: list(engines.glob("[0-9]*/[0-9]*/*")), 60, "an engine")
+    r = run(*RUN, "--experiment", "e", "--total-timesteps", "1000000", **with_stand_in(STAND_IN_RESET="1"))
+    r.wait_for(lambda: "frames/s" in r.text(), 60, "the first report")
+    assert len(list(engines.glob("[0-9]*/[0-9]*/*/dmlab*"))) == 4
     r.process.kill()
     r.process.wait()
     assert_gone(engines)
@@ -575,13 +574,6 @@ def test_an_engine_that_ends_its_process_is_replaced(run, tmp_path):
     assert r.wait(120) == 0, r.text()
     assert "died (exit code 1); starting it again" in r.text() and "died (exit code -6); starting it again" in r.text()
     assert "2 actors restarted" in r.text()
-
-
-def test_compiling_is_named_as_the_bottleneck(run, tmp_path):
-    r = run(*RUN, "--env-id", "skymaze_irreversible_path_hard", "--experiment", "e", "--train-for-seconds", "7",
-            **with_stand_in(STAND_IN_COMPILE="1"))  # fmt: skip
-    assert r.wait(120) == 0, r.text()
-    assert "bottleneck: compiling maps (--fill-level-cache)" in r.text() and "0 actors restarted" in r.text()
 
 
 def test_filling_the_cache(run, tmp_path):
