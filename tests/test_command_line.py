@@ -5,6 +5,7 @@ import contextlib
 import errno
 import importlib
 import io
+import itertools
 import json
 import math
 import os
@@ -90,7 +91,7 @@ def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys, name, game, o
     import imageio.v2 as imageio
 
     video = imageio.get_reader(tmp_path / "e" / "video.mp4")
-    frames = [frame for frame in video]
+    frames = list(itertools.islice(video, 100))
     assert frames[0].shape == screen and frames[0].std() > 5 and len(frames) >= 3  # an episode of `basic` may be one shot
     assert any((one != two).any() for one, two in zip(frames, frames[1:]))
 

@@ -316,8 +316,8 @@ def test_memory_and_descriptors_stay_flat(run):
         return len(os.listdir(f"/proc/{r.process.pid}/fd")), pages * os.sysconf("SC_PAGE_SIZE") // 2**20
 
     r = training(run(*SMALL))
-    time.sleep(5)
+    time.sleep(4)
     fds, memory = usage()
-    time.sleep(7)
+    time.sleep(6)
     assert usage()[0] <= fds and usage()[1] <= memory + 40
     stop(r)
