@@ -237,7 +237,8 @@ def resolve(args: Args) -> Args:
         args.worker_num_splits = 1
     elif args.worker_num_splits is None:
         args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
-    # On a CPU learning costs three times inference and the games together, with the ResNet; with --sync all take turns.
+    # On a CPU learning with the ResNet costs more than inference and the games together (benchmark/results/
+    # parts_dmlab.json): it may use every core.
     args.learner_threads = args.learner_threads or (1 if not cpu else n)
     args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
     if args.num_envs_per_worker % args.worker_num_splits:
@@ -324,7 +325,8 @@ SHORT_NAMES = {
     "dmlab_sparse": "explore_goal_locations_large", "dmlab_sparse_doors": "explore_obstructed_goals_large",
     "dmlab_nonmatch": "rooms_select_nonmatching_object", "dmlab_watermaze": "rooms_watermaze",
 }  # fmt: skip
-# Columns: look right and down, in pixels a frame (57 turn once a second); strafe right; forward; fire; jump; crouch
+# Columns: look right and down, in pixels a frame (57: a full turn takes a second); strafe right; forward; fire; jump;
+# crouch
 FORWARD, BACK, FIRE = (0, 0, 0, 1, 0, 0, 0), (0, 0, 0, -1, 0, 0, 0), (0, 0, 0, 0, 1, 0, 0)
 LEFT, RIGHT = (0, 0, -1, 0, 0, 0, 0), (0, 0, 1, 0, 0, 0, 0)
 ACTIONS = (FORWARD, BACK, LEFT, RIGHT, *((look, 0, 0, walk, 0, 0, 0) for walk in (0, 1) for look in (-20, 20)), FIRE)
@@ -335,7 +337,7 @@ EXTENDED_ACTIONS = (
 
 
 def task_of(name: str) -> Task:
-    """Of a level that is none of the thirty there are no scores, and one that is not listed here may generate maps."""
+    """The Task of a level. Scores are known of the thirty only; a level that is not listed above may generate maps."""
     frames = OTHER_LEVELS.get(name)
     return TASKS.get(name) or Task(0.0, 0.0, frames or float("inf"), generated=frames is None)
 
@@ -356,7 +358,7 @@ def task_numbers(args: Args) -> np.ndarray:
 
 
 def games_memory(args: Args) -> float:
-    """GiB that all games take, about: 16 games of a worker 1.8 GiB on rooms_collect_good_objects_train."""
+    """About how many GiB all games take. A worker with 16 of rooms_collect_good_objects_train was seen with 1.8."""
     return max(1, args.num_workers) * (0.2 + 0.1 * args.num_envs_per_worker)
 
 
@@ -372,8 +374,10 @@ def shares_of_tasks(args: Args) -> str:
     even = args.sync or not args.one_task_per_worker and args.num_envs_per_worker % len(tasks) == 0
     if not even:
         share = "those on faster workers have more of the samples"
+    elif counts.min() == counts.max():
+        share = "all have the same number of samples"
     else:
-        share = "all have the same number of samples" if counts.min() == counts.max() else "with samples in proportion"
+        share = "samples in proportion to games"
     return f"{number} for each of {len(tasks)} tasks: {share}"
 
 
@@ -399,7 +403,9 @@ def lab_module():
 
 def make_lab(args: Args, name: str, **where):
     """The engine of a task. It starts nothing before its first `reset`. Raises RuntimeError."""
-    level = f"contributed/dmlab30/{args.evaluate and task_of(name).test or name}" if name in TASKS else name
+    level = f"contributed/dmlab30/{name}" if name in TASKS else name
+    if args.evaluate and task_of(name).test:
+        level = f"contributed/dmlab30/{task_of(name).test}"
     config = dict(width=str(IMAGE[1]), height=str(IMAGE[0]), appendCommand="+set net_enabled 0")  # no network ports
     if args.dataset_path:
         config["datasetPath"] = args.dataset_path
@@ -436,8 +442,9 @@ def cache_folder(args: Args) -> Path:
 
 
 def prepare_engines(args: Args, folder: Path) -> Path:
-    """Makes, and returns, a folder below `folder` where engines write, each process's in a folder of its own, below one
-    of this process, which goes when all of them have ended, however they end. Raises UserError."""
+    """Makes and returns the folder `folder`/engines. There this run has a folder, named by the main process's id, in
+    which each process with engines has one too. The run's folder is deleted when its processes have ended, in whatever
+    way. Raises UserError."""
     engines = Path(os.path.abspath(folder)) / "engines"
     mine = engines / str(os.getpid())
     for place in (mine, cache_folder(args)):
@@ -445,12 +452,14 @@ def prepare_engines(args: Args, folder: Path) -> Path:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the folder {place}: {error.strerror}") from None
-    # A killed process deletes nothing, and neither does one whose engine ended it. A shell does: it reads from a pipe
-    # until nobody is left to write to it, then waits for the others, whose process ids are their folders' names.
+    # A killed process deletes nothing, and neither does one whose engine ended it. So a shell does it: its `read` ends
+    # with this process, then it waits for the others, whose ids are their folders' names. At most a minute: where
+    # nobody collects dead processes they seem alive for ever.
     reader, _ = os.pipe()  # the other end stays open as long as this process lives
-    wait = 'read -r _; cd "$0" || exit; for p in [0-9]*; do while kill -0 "$p"; do sleep 0.2; done; done; rm -rf "$0"'
-    subprocess.Popen(["sh", "-c", wait, str(mine)], stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                     start_new_session=True)  # fmt: skip
+    script = """read -r _; cd "$0" || exit; i=0
+        for p in [0-9]*; do while [ $((i += 1)) -lt 300 ] && kill -0 "$p"; do sleep 0.2; done; done; rm -rf "$0" """
+    subprocess.Popen(["sh", "-c", script, str(mine)], stdin=reader, stdout=subprocess.DEVNULL,
+                     stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
     os.close(reader)
     os.environ["APPO_DMLAB_ENGINES"] = str(mine)
     return engines
@@ -565,7 +574,7 @@ class LabEnv(gym.Env):
     def start(self) -> None:
         """Makes the engine; not earlier, since `spaces_of` needs none, and the environments are made in one go."""
         args = self.args
-        if "APPO_DMLAB_ENGINES" not in os.environ:  # nobody has called it: the games are another program's
+        if "APPO_DMLAB_ENGINES" not in os.environ:  # the games are another program's
             prepare_engines(args, Path(args.train_dir))
         folder = prepare_process()
         played = Path(args.train_dir, args.experiment, "played") if args.experiment else folder
@@ -1027,7 +1036,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
 
     task = batch.vector[:-1, :, 0].long()
-    unit, usual = agent.critic.std[task], agent.critic.mean[task]
+    unit = agent.critic.std[task]
     advantages = advantages / unit  # so that no task drowns the others; the value loss does the same (PopArt)
 
     weight = batch.mask.float()
@@ -1050,7 +1059,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
 
     with torch.no_grad():
-        z = (target - usual) / unit
+        z = (target - agent.critic.mean[task]) / unit  # else the tasks' different means would count as explained
         residual, spread = ((target - values[:-1]) / unit).square(), (z - mean(z)).square()
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
@@ -1870,8 +1879,7 @@ class Reporter:
                 bottleneck = "compiling maps (--fill-level-cache)"
         if change["unsaved"] and not self.warned:
             self.warned = True
-            self.log(f"warning: maps, or the numbers of those played, cannot be written (is a disk full?): compiling "
-                     f"again what {cache_folder(self.args)} does not have")  # fmt: skip
+            self.log("warning: a map or its seed could not be saved (is the disk full?); the run goes on without")
         text = f"{fps:,.0f} frames/s, {self.text}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
         self.bar.set_postfix_str(text)
         self.log(f"step {step:,}: {text}", self.bar.disable)
@@ -2069,7 +2077,7 @@ def fill_level_cache(args: Args) -> int:
     processes, deaths = [None] * workers, [0] * workers
 
     def start(worker: int) -> None:
-        """Behind the maps that were made and those that a process died of."""
+        """Starts a process for what is left of the worker's list, without the maps that others died of."""
         left = work[worker::workers][int(counts[0, worker]) + deaths[worker] :]
         arguments = (args, worker, left, (seed, worker, deaths[worker]), counts)
         processes[worker] = context.Process(target=compile_maps, args=arguments)
