@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,8 +25,23 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("ViZDoom", "torch_"))}
+def shared_memory(mark: str) -> set[str]:
+    """Names in /dev/shm, but for the files of processes without `mark`: of tests that run beside this one."""
+    names = {name for name in os.listdir("/dev/shm") if name.startswith(("ViZDoom", "torch_"))}
+    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - set(map(str, marked(mark))) if names else ():
+        try:
+            names -= set(re.findall("/dev/shm/(.*)", Path(f"/proc/{pid}/maps").read_text()))
+        except OSError:
+            pass
+    return names
+
+
+def left_behind(mark: str, before: set[str]) -> tuple[set[int], set[str]]:
+    """Processes, and shared memory that was not there `before`, once they are gone or ten seconds have passed."""
+    deadline = time.monotonic() + 10
+    while (left := (marked(mark), shared_memory(mark) - before)) != (set(), set()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
 
 
 class Run:
@@ -92,7 +108,7 @@ def counting(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path):
     """Starts runs; fails the test if one of them leaves a process or shared memory behind."""
-    before, runs = shared_memory(), []
+    before, runs = set(os.listdir("/dev/shm")), []
 
     def start(*flags: str, **options) -> Run:
         runs.append(Run(tmp_path, *flags, **options))
@@ -103,10 +119,5 @@ def run(tmp_path):
         if started.process.poll() is None:
             started.process.kill()
             started.process.wait()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        left = set().union(*[marked(started.mark) for started in runs]), shared_memory() - before
-        if left == (set(), set()):
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"left behind after 10 seconds: processes {left[0]}, shared memory {left[1]}")
+    for started in runs:
+        assert left_behind(started.mark, before) == (set(), set())

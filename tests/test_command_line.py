@@ -46,7 +46,7 @@ def scalars(folder: Path) -> dict[str, list]:
 )
 def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys, name, game, other, learning_rate, screen):
     script = edited(tmp_path, f"{name}_edited", REPORTS, source=ROOT / f"{name}.py")
-    r = run(*SMALL, "--experiment", "e", "--env-id", game, "--train-for-seconds", "5", script=script)
+    r = run(*SMALL, "--experiment", "e", "--env-id", game, "--total-timesteps", "2500", script=script)
     assert r.wait(90) == 0
     for expected in (
         "parameters on cpu",
@@ -73,7 +73,7 @@ def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys, name, game, o
     before = torch.load(first, weights_only=True)
     assert found["charts/SPS"][-1].step <= before["global_step"]
 
-    r = run("--experiment", "e", "--train-for-seconds", "3", "--learning-rate", "0.0002", script=script)
+    r = run("--experiment", "e", "--total-timesteps", "3000", "--learning-rate", "0.0002", script=script)
     assert r.wait(90) == 0
     assert f"resuming {tmp_path / 'e'} at step {before['global_step']:,}" in r.text()
     assert f"override: learning_rate {learning_rate} -> 0.0002" in r.text()

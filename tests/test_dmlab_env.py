@@ -527,7 +527,7 @@ def run(run, tmp_path_factory):
 
 
 def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
-    slow = dict(STAND_IN_COMPILE="0.5")
+    slow = dict(STAND_IN_COMPILE="1")
     r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500", **with_stand_in(**slow))
     assert r.wait(90) == 0, r.text()
     assert "bottleneck: compiling maps (--fill-level-cache)" in r.text()

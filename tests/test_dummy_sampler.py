@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dummy_sampler
-from conftest import marked, shared_memory
+from conftest import left_behind
 from edited import ROOT
 
 SHORT = ("--num-workers", "2", "--num-envs-per-worker", "2", "--warm-up", "0.5", "--window", "1", "--windows", "2")
@@ -19,11 +19,11 @@ SHORT = ("--num-workers", "2", "--num-envs-per-worker", "2", "--warm-up", "0.5",
 
 def sampler(*flags: str) -> subprocess.CompletedProcess:
     """Runs it to its end, and sees that nothing is left behind."""
-    mark, memory = f"APPO_TEST_{time.monotonic_ns()}", shared_memory()
+    mark = f"APPO_TEST_{time.monotonic_ns()}"
+    before = set(os.listdir("/dev/shm"))
     command = [sys.executable, ROOT / "dummy_sampler.py", *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {mark: "1"})
-    time.sleep(0.5)  # the fork server ends by itself
-    assert (marked(mark), shared_memory() - memory) == (set(), set())
+    assert left_behind(mark, before) == (set(), set())
     return result
 
 

@@ -199,7 +199,7 @@ def test_ctrl_c_while_the_fork_server_starts_is_kept(monkeypatch):
 
 def test_actor_killed_while_its_games_start(run):
     """Their files have names yet. No process has mapped them any more, so that only the kernel can tell whose they are."""
-    before = shared_memory()
+    before = set(os.listdir("/dev/shm"))
     r = run(*SMALL, "--num-workers", "1", "--num-envs-per-worker", "8")
     files = r.wait_for(lambda: set().union(*map(named, r.actors())), what="games that start")
     os.kill(r.actors()[0], signal.SIGKILL)
@@ -207,7 +207,7 @@ def test_actor_killed_while_its_games_start(run):
     r.wait_for(lambda: "died (exit code -9); starting it again" in r.text(), 30, "the restart")
     assert not any(map(os.path.exists, files))
     r.wait_for(lambda: len(r.engines()) == 8, 30, "all games")
-    r.wait_for(lambda: not shared_memory() - before, 30, "games without names")
+    r.wait_for(lambda: not shared_memory(r.mark) - before, 30, "games without names")
     assert "1 actors restarted" in stop(r)
 
 
