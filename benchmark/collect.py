@@ -1,6 +1,7 @@
 """Reads finished runs, ours and the peers' (TensorBoard events, or Sample Factory's out.txt), into benchmark/results/.
 
     python benchmark/collect.py curves OUT.csv FOLDER...   # return over steps and seconds
+    python benchmark/collect.py tasks/NAME/episodic_return OUT.csv FOLDER...   # or another tag of our own runs
     python benchmark/collect.py rates OUT.json FOLDER...   # frames/s, medians by system, ratios
     python benchmark/collect.py throughput OUT.json FOLDER...   # the same beside the ceiling in FOLDER.json
 
@@ -92,13 +93,13 @@ def read(folder: Path):
 
 def main() -> None:
     kind, out, folders = sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]]
-    if kind == "curves":
+    if kind == "curves" or "/" in kind:
         with open(out, "w", newline="") as file:
             file.write("# " + json.dumps(machine_and_engines()) + "\n")
             writer = csv.writer(file)
             writer.writerow(["run", "seconds", "step", "return"])
             for folder in folders:
-                for seconds, step, value in read(folder):
+                for seconds, step, value in read(folder) if kind == "curves" else read_events(folder, kind, kind):
                     if value is not None:
                         writer.writerow([folder.name, round(seconds, 1), step, round(value, 2)])
         return

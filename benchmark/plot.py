@@ -26,6 +26,7 @@ STYLE = {  # name, colour, line: to be told apart without colour too
     "ours": ("ours", "#0b5fa5", "-"),
     "plain": ("ours, --no-normalize-input", "#2b8a3e", ":"),
     "sync": ("ours, --sync", "#2b8a3e", ":"),
+    "no-popart": ("ours, --no-normalize-returns", "#c2410c", "--"),
     "sf": ("Sample Factory 2.1.1", "#c2410c", "--"),
     "sf-4e-4": ("Sample Factory, learning rate 4e-4", "#7048a8", ":"),
     "cleanrl": ("CleanRL (published)", "#7048a8", "-."),
@@ -222,6 +223,24 @@ def curves(plt, title: str, goal: float | None, out: str, *names: str, without: 
     figure.savefig(RESULTS / out, dpi=130)
 
 
+def popart(plt, *tasks: str) -> None:
+    """Two tasks learned together, with and without values in units of their own."""
+    figure, axes = plt.subplots(1, len(tasks), figsize=(9, 3.4), layout="constrained")
+    for axis, task in zip(axes, tasks):
+        for system, seeds in read_curves(f"popart_{task}.csv").items():
+            name, colour, line = STYLE[system]
+            for i, points in enumerate(seeds):
+                axis.plot([step / 1000 for _, step, _ in points], [value for *_, value in points], line, color=colour,
+                          label=None if i else name, linewidth=1.4)  # fmt: skip
+        axis.set_title(task, fontsize=9)
+        axis.set_xlabel("thousand steps of both tasks together")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("mean raw return, last 100 episodes")
+    axes[0].legend(loc="best", fontsize=8)
+    figure.suptitle("DeepMind Lab: two tasks at once", fontsize=11)
+    figure.savefig(RESULTS / "popart_dmlab.png", dpi=130)
+
+
 def battle(plt) -> None:
     """One long run over frames, beside the points of the paper's curve."""
     (points,) = read_curves("learning_battle_long.csv")["ours"]
@@ -376,6 +395,7 @@ def main() -> None:
     if (log := RESULTS / "pbt_basic.csv").exists():
         population(plt, "basic: four policies, three of which start with a ruinous learning rate", log, RESULTS / "pbt_basic.png")
     curves(plt, "DeepMind Lab: rooms_collect_good_objects_train, 2 cores without a GPU", None, "learning_dmlab.png", "learning_dmlab.csv")
+    popart(plt, "rooms_collect_good_objects_train", "rooms_exploit_deferred_effects_train")
     for game, goal in (("pong", 18), ("breakout", None)):
         curves(plt, f"{game.capitalize()}, default flags, 2 cores without a GPU", goal, f"learning_{game}.png", f"learning_{game}.csv",
                f"cleanrl_{game}.csv", unit=(1e6, "million"))  # fmt: skip
