@@ -28,7 +28,8 @@ def marked(mark: str) -> set[int]:
 def shared_memory(mark: str) -> set[str]:
     """Names in /dev/shm, but for the files of processes without `mark`: of tests that run beside this one."""
     names = {name for name in os.listdir("/dev/shm") if name.startswith(("ViZDoom", "torch_"))}
-    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - set(map(str, marked(mark))) if names else ():
+    others = set(filter(str.isdigit, os.listdir("/proc"))) - set(map(str, marked(mark)))
+    for pid in others if names else ():
         try:
             names -= set(re.findall("/dev/shm/(.*)", Path(f"/proc/{pid}/maps").read_text()))
         except OSError:
