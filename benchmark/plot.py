@@ -3,6 +3,7 @@
 
     python benchmark/plot.py
     python benchmark/plot.py train_dir/NAME/pbt.csv    # instead: the history of a population of your own, as pbt.png beside it
+    python benchmark/plot.py runs/seeds                # instead: what benchmark/seeds.py has trained, as curves.png in the folder
 """
 
 import csv
@@ -288,6 +289,34 @@ def seeds(plt) -> None:
     figure.savefig(RESULTS / "seeds_battle.png", dpi=130)
 
 
+def combinations(plt, curves: dict[str, dict[int, np.ndarray]], out: Path) -> None:
+    """A panel for each environment, a line for each setting: the mean over seeds between the lowest and the highest of them."""
+    panels = defaultdict(dict)
+    for setting, runs in curves.items():
+        flags = setting.split()
+        env_id = next((flag for flag in flags if flag.startswith("env-id=")), "")
+        panels[env_id][" ".join(flag for flag in flags if flag != env_id) or "default"] = runs
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(max(6, 3.2 * columns), 2.8 * lines), squeeze=False, layout="constrained")
+    for axis, (env_id, settings) in zip(axes.flat, panels.items()):
+        for i, (setting, runs) in enumerate(settings.items()):
+            grid = np.linspace(max(run[0, 1] for run in runs.values()), min(run[-1, 1] for run in runs.values()), 200)
+            values = [np.interp(grid, run[:, 1], run[:, 2]) for run in runs.values()]
+            axis.plot(grid / 1000, np.mean(values, axis=0), ("-", "--", ":", "-.")[i % 4], color=f"C{i}", label=f"{setting} ({len(runs)})")
+            axis.fill_between(grid / 1000, np.min(values, axis=0), np.max(values, axis=0), color=f"C{i}", alpha=0.2)
+        axis.set_title(env_id.removeprefix("env-id="), fontsize=9)
+        axis.set_xlabel("thousand steps")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("mean raw return,\nlast 100 episodes")
+    figure.suptitle("mean over seeds (how many), between the lowest and the highest", fontsize=10)
+    figure.savefig(out, dpi=130)
+
+
 def population(plt, title: str, log: Path, out: Path, most: int = 8) -> None:
     """The history in a pbt.csv: the objective and the numbers that changed, at most `most` of them. A ring is a policy that was replaced,
     in the colour of the one whose weights it got."""
@@ -383,6 +412,8 @@ def main() -> None:
 
     if sys.argv[1:]:
         path = Path(sys.argv[1])
+        if path.is_dir():
+            return combinations(plt, read_settings(path / "curves.csv"), path / "curves.png")
         return population(plt, path.parent.name, path, path.with_suffix(".png"))
     throughput(plt)
     peers(plt)

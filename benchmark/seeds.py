@@ -1,11 +1,22 @@
-"""Is one setting better than another? Trains each of them with several seeds and compares what they reach, over steps.
+"""Trains every combination of some flags with several seeds, and compares what they reach over steps.
 
-    python benchmark/seeds.py --out benchmark/results/seeds_battle.csv --seeds 1 2 3 4 5 --goals 5 10 \
-        --settings "" "ppo-clip-value=1.0" "ppo-clip-value=1.0 num-epochs=2" -- python appo_doom.py --env-id battle --total-timesteps 700000
+    python benchmark/seeds.py --seeds 1 2 3 --grid "env-id=basic,defend_the_center" "rnn-type=gru,lstm" --parallel 2 \
+        -- python appo_doom.py --total-timesteps 300000
+    python benchmark/seeds.py --seeds 1 2 3 --goals 5 10 --settings "" "ppo-clip-value=1.0" "vtrace-lambda=1 num-epochs=2" \
+        -- python appo_doom.py --env-id battle --total-timesteps 700000
+    python benchmark/seeds.py --seeds 1 2 3 --parallel 9 --slurm partition=gpu gpus-per-node=1 cpus-per-task=20 \
+        -- python appo_doom.py --env-id battle
+    python benchmark/plot.py runs/seeds    # the curves, mean and spread over seeds
 
-Runs one after the other: the first seed with every setting, then the next seed. A setting is a string of flags without their dashes, ""
-is the command as it stands. The same line again goes on: runs that OUT holds are not made again, and one that was cut off resumes.
-With --report the table is printed and nothing is trained.
+A setting is a string of flags without their dashes, "" is the command as it stands. An axis of the grid is a flag and its values, or flags to
+choose one from ("sync,no-sync"). Every setting is combined with every value of each axis; the first seed is trained with all combinations,
+then the next seed. At most --parallel runs go at once, each on its own share of the cores (and with its own GPU, by CUDA_VISIBLE_DEVICES;
+where there are fewer GPUs than runs they share them).
+
+The same line again goes on: finished runs, whose curves are in OUT, are not made again, and one that was cut off resumes. A run that fails is
+reported with its last lines, and the others go on. Ctrl-C stops all, with checkpoints. With --report the table is printed and nothing is
+trained. With --slurm (pip install submitit) each run is a job of its own on Slurm, with these parameters of `submitit.AutoExecutor`, in a
+folder that all machines see; keep this script running, it collects the curves. Where there is no Slurm, submitit runs them here.
 
 Steps are compared, not minutes. Still, nothing else should run beside it: other work changes the policy lag, and with it what is learned
 from a step. OUT has the mean lag of each run.
@@ -16,17 +27,21 @@ the mean over seeds; of two or three seeds they are too narrow.
 """
 
 import csv
+import itertools
 import json
+import os
 import re
 import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -37,12 +52,24 @@ COLUMNS = ["setting", "seed", "seconds", "step", "return"]
 
 @dataclass
 class Options:
-    out: Path  # CSV file for the curves
-    settings: list[str] = field(default_factory=lambda: [""])  # flags of each setting, without dashes
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+    settings: list[str] = field(default_factory=lambda: [""])  # flags of each setting, without dashes
+    grid: list[str] = field(default_factory=list)  # "flag=value,value", combined with each other and with the settings
+    parallel: int = 1  # how many runs go at once
+    slurm: list[str] | None = None  # hand the runs to Slurm, with these parameters, each as name=value
     goals: list[float] = field(default_factory=list)  # returns of which the table says when they were reached
-    folder: Path = Path("runs/seeds")  # the runs' train dir is a folder in this one, named like OUT
+    folder: Path = Path("runs/seeds")  # the runs' train dir
+    out: Path | None = None  # CSV file for the curves. Default: FOLDER/curves.csv
     report: bool = False  # print the table of what OUT holds, and train nothing
+
+
+def combinations(settings: list[str], grid: list[str]) -> list[str]:
+    """Every setting with every value of each axis."""
+    axes = [settings]
+    for axis in grid:
+        flag, _, values = axis.partition("=")
+        axes.append([f"{flag}={value}" for value in values.split(",")] if values else flag.split(","))
+    return [" ".join(filter(None, flags)) for flags in itertools.product(*axes)]
 
 
 def read_curves(out: Path) -> dict[str, dict[int, np.ndarray]]:
@@ -54,43 +81,141 @@ def read_curves(out: Path) -> dict[str, dict[int, np.ndarray]]:
     return {setting: {seed: np.array(points) for seed, points in seeds.items()} for setting, seeds in curves.items()}
 
 
-def train(command: list[str], setting: str, seed: int, options: Options) -> None:
-    """Makes or goes on with one run and adds its curve to OUT. Raises CalledProcessError."""
-    name = f"{re.sub(r'[^a-z0-9.]+', '_', setting).strip('_') or 'default'}_{seed}"
-    train_dir = options.folder / options.out.stem
-    train_dir.mkdir(parents=True, exist_ok=True)
-    flags = [*(f"--{flag}" for flag in setting.split()), "--seed", str(seed), "--train-dir", str(train_dir), "--experiment", name]
-    with open(train_dir / f"{name}.txt", "a") as output:
-        process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
+class Run:
+    """One run, resumed if it was cut off, on share number `share` of this machine or, with an executor, on Slurm."""
+
+    def __init__(self, command: list[str], setting: str, seed: int, options: Options, share: int, executor):
+        self.setting, self.seed = setting, seed
+        self.name = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', setting).strip('_') or 'default'}_{seed}"
+        self.folder, self.output = options.folder / self.name, options.folder / f"{self.name}.txt"
+        self.command = [*command, *(f"--{flag}" for flag in setting.split()), "--seed", str(seed)]
+        command = [*self.command, "--train-dir", str(options.folder), "--experiment", self.name]
+        if executor:
+            self.process = Job(executor.submit(execute, command, str(self.output)))
+            return
+        cores = sorted(os.sched_getaffinity(0))
         try:
-            code = process.wait()
-        except (KeyboardInterrupt, SystemExit) as error:
-            if isinstance(error, SystemExit):  # of Ctrl-C the run knows already; it saves
-                process.terminate()
-            process.wait()
-            raise
-    if code:
-        raise subprocess.CalledProcessError(code, command)
-    points = []
-    for seconds, step, value in read(train_dir / name):
-        while points and points[-1][1] >= step:  # learned again after the run was resumed
-            points.pop()
-        if value is not None:
-            points.append((round(seconds, 1), step, round(value, 3)))
-    resolved = json.loads((train_dir / name / "cfg.json").read_text())["resolved"]
-    lag = statistics.mean(lag for _, _, lag in read_events(train_dir / name, "charts/SPS", "lag/mean"))
-    about = dict(run=name, command=" ".join([*command, *flags[:-6]]), precision=resolved["precision"], lag=round(lag, 2))
-    about |= machine_and_engines()
-    new = not options.out.exists()
-    with open(options.out, "a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(COLUMNS)
-        file.write(f"# {json.dumps(about)}\n")
-        writer.writerows([setting, seed, *point] for point in points)
+            os.sched_setaffinity(0, part(cores, share, options.parallel))  # which the run inherits
+            with open(self.output, "a") as output:
+                self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                                                env=os.environ | gpus(share, options.parallel))  # fmt: skip
+        finally:
+            os.sched_setaffinity(0, cores)
+
+    def add_curve(self, out: Path) -> None:
+        """Raises ValueError when the run has reported nothing."""
+        points = []
+        for seconds, step, value in read(self.folder):
+            while points and points[-1][1] >= step:  # learned again after the run was resumed
+                points.pop()
+            if value is not None:
+                points.append((round(seconds, 1), step, round(value, 3)))
+        if not points:
+            raise ValueError("no episode was over")
+        resolved = json.loads((self.folder / "cfg.json").read_text())["resolved"]
+        lag = statistics.mean(lag for _, _, lag in read_events(self.folder, "charts/SPS", "lag/mean"))
+        about = dict(run=self.name, command=" ".join(self.command[:-2]), precision=resolved["precision"], lag=round(lag, 2))
+        about |= machine_and_engines()
+        new = not out.exists()
+        with open(out, "a", newline="") as file:
+            writer = csv.writer(file)
+            if new:
+                writer.writerow(COLUMNS)
+            file.write(f"# {json.dumps(about)}\n")
+            writer.writerows([self.setting, self.seed, *point] for point in points)
+
+
+def part(things: list, share: int, shares: int) -> list:
+    """Share number `share` of them; a single one, which others have too, where there are fewer than shares."""
+    return things[share * len(things) // shares : (share + 1) * len(things) // shares] or [things[share % len(things)]]
+
+
+def gpus(share: int, shares: int) -> dict[str, str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return dict(CUDA_VISIBLE_DEVICES=",".join(part(visible.split(","), share, shares)))
+
+
+def execute(command: list[str], output: str) -> int:
+    """What a job does. On Slurm all its processes get the signal that ends it; elsewhere the run must be told."""
+    with open(output, "a") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None if "SLURM_JOB_ID" in os.environ else process.terminate())
+    return process.wait()
+
+
+class Job:
+    """A job of submitit, used like a Popen."""
+
+    def __init__(self, job):
+        self.job, self.terminate, self.wait = job, job.cancel, job.wait
+
+    def poll(self) -> int | None:
+        if not self.job.done():
+            return None
+        if error := self.job.exception():
+            print(error, file=sys.stderr)
+        return 1 if error else self.job.result()
+
+
+def executor_for(parameters: list[str], folder: Path):
+    try:
+        import submitit
+    except ImportError:
+        sys.exit("error: --slurm needs submitit: pip install submitit")
+    executor = submitit.AutoExecutor(folder=folder / "jobs")
+    general, given = executor._typed_parameters(), {"timeout_min": 24 * 60}
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        name = name.replace("-", "_")
+        given[name if name in general else f"slurm_{name}"] = int(value) if value.isdigit() else value
+    try:
+        executor.update_parameters(**given)
+    except (NameError, AssertionError) as error:
+        sys.exit(f"error: --slurm: {error}")
+    print(f"submitit runs the jobs: {executor.cluster}", flush=True)
+    return executor
+
+
+def train(command: list[str], options: Options, out: Path) -> int:
+    """Makes the runs that OUT does not have. Returns the number of those that failed."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    curves, failed = read_curves(out), 0
+    executor = executor_for(options.slurm, options.folder) if options.slurm is not None else None
+    waiting = [(setting, seed) for seed in options.seeds for setting in combinations(options.settings, options.grid)
+               if seed not in curves.get(setting, {})]  # fmt: skip
+    running: dict[int, Run] = {}  # by the share of the machine
+    try:
+        while waiting or running:
+            for share in range(options.parallel):
+                if share not in running and waiting:
+                    running[share] = Run(command, *waiting.pop(0), options, share, executor)
+                    print(f"{time.strftime('%H:%M')} {running[share].name} began, {len(waiting)} are waiting", flush=True)
+            time.sleep(0.2)
+            for share, run in list(running.items()):
+                if (code := run.process.poll()) is None:
+                    continue
+                del running[share]
+                try:
+                    if code:
+                        raise ValueError(f"exit code {code}")
+                    run.add_curve(out)
+                    print(f"{time.strftime('%H:%M')} {run.name} is done", flush=True)
+                except (OSError, ValueError) as error:
+                    failed += 1
+                    last = run.output.read_text().splitlines()[-8:] if run.output.exists() else []
+                    print(f"failed: {run.name} ({error}); the end of {run.output}:", *last, sep="\n    ", file=sys.stderr, flush=True)
+    finally:  # Ctrl-C, SIGTERM
+        for run in running.values():
+            run.process.terminate()
+        for run in running.values():
+            run.process.wait()
+    return failed
 
 
 def interval(values: list[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
     means = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
     low, high = np.percentile(means, [2.5, 97.5])
     return f"{np.mean(values):.2f} ({low:.2f} to {high:.2f})"
@@ -114,26 +239,23 @@ def table(curves: dict[str, dict[int, np.ndarray]], goals: list[float]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main() -> None:
+def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, command = tyro.cli(Options, args=sys.argv[1:split]), sys.argv[split + 1 :]
+    out, failed = options.out or options.folder / "curves.csv", 0
     if not options.report:
         if not command:
             sys.exit("error: the command to run comes after --")
-        for seed in options.seeds:
-            for setting in options.settings:
-                if seed not in read_curves(options.out).get(setting, {}):
-                    print(f"seed {seed} {setting}", flush=True)
-                    try:
-                        train(command, setting, seed, options)
-                    except subprocess.CalledProcessError as error:
-                        print(f"failed ({error.returncode}); see {options.folder / options.out.stem}", file=sys.stderr)
-    print(table(read_curves(options.out), options.goals))
+        if options.parallel < 1:
+            sys.exit(f"error: --parallel {options.parallel}: at least one")
+        failed = train(command, options, out)
+    print(table(read_curves(out), options.goals))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,5 +1,6 @@
-"""benchmark/seeds.py: settings and seeds, one run after the other, and what they reached."""
+"""benchmark/seeds.py: settings and seeds, one run after the other or side by side, and what they reached."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -12,24 +13,30 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import seeds  # noqa: E402
 
 
+SMALL = ("--env-id", "basic", "--num-workers", "1", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "32", "--hidden-size",
+         "32", "--device", "cpu", "--train-for-seconds", "3")  # fmt: skip
+
+
+def line(tmp_path, *flags):
+    """The command line, and the script that it trains with."""
+    script = edited(tmp_path, "appo_edited", REPORTS)
+    return [sys.executable, ROOT / "benchmark" / "seeds.py", "--folder", tmp_path / "runs", *flags, "--", sys.executable, script, *SMALL]
+
+
 def test_settings_and_seeds(tmp_path):
     """Every setting is trained, what failed is said, a run that is cut off goes on, and the same line again makes only what is missing."""
-    out, log = tmp_path / "out.csv", tmp_path / "out" / "default_1" / "log.txt"
-    script = edited(tmp_path, "appo_edited", REPORTS)
-    settings = "", "no-such-flag=1", "vf-coef=0.25"
-    line = [sys.executable, ROOT / "benchmark" / "seeds.py", "--out", out, "--folder", tmp_path, "--seeds", "1", "--goals", "-1000", "1000",
-            "--settings", *settings, "--", sys.executable, script, "--env-id", "basic", "--num-workers", "1",
-            "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "32", "--hidden-size", "32", "--device", "cpu",
-            "--train-for-seconds", "3"]  # fmt: skip
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
+    out, log = tmp_path / "out.csv", tmp_path / "runs" / "default_1" / "log.txt"
+    command = line(tmp_path, "--out", out, "--seeds", "1", "--goals", "-1000", "1000", "--settings", "", "no-such-flag=1", "vf-coef=0.25")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (log.exists() and "frames/s" in log.read_text()):
         time.sleep(0.1)
     process.terminate()  # ends the run too, which saves
     assert process.wait(30) == 143 and "stopped: " in log.read_text() and not out.exists()
 
-    first = subprocess.run(line, capture_output=True, text=True, timeout=120)
-    assert "resuming " in log.read_text() and "failed (2); see" in first.stderr
+    first = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "resuming " in log.read_text() and first.returncode == 1
+    assert "failed: no-such-flag_1_1 (exit code 2)" in first.stderr and "Unrecognized" in first.stderr
     curves = seeds.read_curves(out)
     assert set(curves) == {"", "vf-coef=0.25"} and all(set(runs) == {1} for runs in curves.values())
     for runs in curves.values():
@@ -38,9 +45,51 @@ def test_settings_and_seeds(tmp_path):
     assert "| `vf-coef=0.25` | 1 |" in first.stdout and "(1 of 1) | - (0 of 1)" in first.stdout
     before = out.read_text()
     assert '"command": "' in before and '"lag": ' in before and "--vf-coef=0.25" in before and '"cpu"' in before
-    line.remove("no-such-flag=1")
-    again = subprocess.run(line, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0 and "seed 1" not in again.stdout and out.read_text() == before
+    command.remove("no-such-flag=1")
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0 and "began" not in again.stdout and out.read_text() == before
+
+
+def test_a_grid_side_by_side(tmp_path):
+    """Two runs at once, each with cores of its own; Ctrl-C ends both, with checkpoints; and plot.py draws the folder."""
+    command = line(tmp_path, "--seeds", "1", "2", "--grid", "rnn-type=gru,none", "--parallel", "2")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    logs = [tmp_path / "runs" / f"rnn-type_{rnn}_1" / "log.txt" for rnn in ("gru", "none")]
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not all(log.exists() and "frames/s" in log.read_text() for log in logs):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130 and all("stopped: " in log.read_text() for log in logs)
+
+    assert subprocess.run(command, timeout=240).returncode == 0
+    curves = seeds.read_curves(tmp_path / "runs" / "curves.csv")
+    assert {setting: set(runs) for setting, runs in curves.items()} == {"rnn-type=gru": {1, 2}, "rnn-type=none": {1, 2}}
+    subprocess.run([sys.executable, ROOT / "benchmark" / "plot.py", tmp_path / "runs"], check=True)
+    assert (tmp_path / "runs" / "curves.png").stat().st_size > 10_000
+
+
+def test_combinations():
+    assert seeds.combinations(["", "x=0"], ["a=1,2", "sync,no-sync"])[:5] == ["a=1 sync", "a=1 no-sync", "a=2 sync", "a=2 no-sync", "x=0 a=1 sync"]
+    assert seeds.combinations(["", "x=0"], []) == ["", "x=0"]
+
+
+def test_shares_of_a_machine(monkeypatch):
+    cores = list(range(7))
+    shares = [seeds.part(cores, share, 3) for share in range(3)]
+    assert sum(shares, []) == cores and min(map(len, shares)) == 2
+    assert [seeds.part(cores[:2], share, 3) for share in range(3)] == [[0], [0], [1]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert [seeds.gpus(share, 2)["CUDA_VISIBLE_DEVICES"] for share in range(2)] == ["4", "6"]
+
+
+def test_through_submitit(tmp_path):
+    """On a machine without Slurm submitit starts the same jobs as processes."""
+    command = line(tmp_path, "--seeds", "1", "--settings", "", "no-such-flag=1", "--parallel", "2", "--slurm", "timeout-min=5", "partition=x")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "submitit runs the jobs: local" in done.stdout and "| default | 1 |" in done.stdout
+    assert "failed: no-such-flag_1_1 (exit code 2)" in done.stderr and "Unrecognized" in done.stderr
+    wrong = subprocess.run(line(tmp_path, "--slurm", "no-such-parameter=1"), capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 1 and "error: --slurm: Unknown argument 'no_such_parameter'" in wrong.stderr
 
 
 def test_the_table():
@@ -52,4 +101,4 @@ def test_the_table():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     assert rows[2][:3] == ["default", "2", "100k (2 of 2)"] and rows[3][:3] == ["`x`", "1", "- (0 of 1)"]
     assert rows[2][3].startswith("3.00 (1.00 to 5.00)"), "means over steps of 5 and of 1"
-    assert rows[2][4].startswith("7.00 (4.00 to 10.00)") and rows[3][3].startswith("2.00 (2.00 to 2.00)")
+    assert rows[2][4].startswith("7.00 (4.00 to 10.00)") and rows[3][3] == "2.00"
