@@ -1,0 +1,62 @@
+"""The mean raw return of uniformly random actions, in every environment of which CSV files of benchmark/seeds.py have runs:
+
+    python benchmark/random_policy.py OUT.csv IN.csv...
+
+Games, frameskip and end of episodes are those of the variant that the runs' command names. Every one of 16 games plays the same number of
+episodes, so that short ones do not count more than they should; 112 in all.
+"""
+
+import csv
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from dummy_sampler import machine  # noqa: E402
+
+GAMES, EPISODES = 16, 7
+
+
+def random_returns(appo, env_id: str) -> np.ndarray:
+    """[GAMES * EPISODES]"""
+    args = appo.resolve(appo.Args(env_id=env_id, device="cpu", num_workers=1, num_envs_per_worker=GAMES, worker_num_splits=1))
+    mailbox = appo.Mailbox(appo.spaces_of(args), GAMES, 1).numpy()
+    games = appo.Games(args, 0, mailbox, seed=1)
+    actions = games.splits[0].action_space
+    actions.seed(1)
+    returns = [[] for _ in range(GAMES)]
+    try:
+        games.reset(0)
+        while min(map(len, returns)) < EPISODES:
+            mailbox.action[:] = actions.sample().reshape(GAMES, -1)
+            games.step(0)
+            for episodes, (score, _, length) in zip(returns, mailbox.episode):
+                if length and len(episodes) < EPISODES:
+                    episodes.append(float(score))
+    finally:
+        games.close()
+    return np.ravel(returns)
+
+
+def main(out: tyro.conf.Positional[Path], runs: tyro.conf.Positional[list[Path]]) -> None:
+    with open(out, "w", newline="") as file:
+        file.write(f"# {json.dumps(machine())}\n")
+        writer = csv.writer(file)
+        writer.writerow(["env_id", "episodes", "return", "standard_error"])
+        for path in runs:
+            text = path.read_text()
+            appo = importlib.import_module(re.search(r"(appo_\w+)\.py", text)[1])
+            for env_id in dict.fromkeys(re.findall(r"^env-id=([^,\s]+)", text, re.M)):
+                returns = random_returns(appo, env_id)
+                row = [env_id, len(returns), round(returns.mean(), 3), round(returns.std(ddof=1) / len(returns) ** 0.5, 3)]
+                writer.writerow(row)
+                print(*row, flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
