@@ -14,6 +14,7 @@
 
     python appo_dmlab.py --env-id rooms_collect_good_objects_train
     python appo_dmlab.py --env-id dmlab_30 --dataset-path dummy --num-workers 20 --num-envs-per-worker 30
+    torchrun --standalone --nproc-per-node 4 appo_dmlab.py --env-id dmlab_30 --dataset-path dummy    # four GPUs
 
 On 2 cores of an AMD EPYC (Zen 3, no GPU) the first command with `--encoder convnet` reaches a mean return of 7 in 17
 minutes and 1.2 million frames (random actions: 0.07, people: 10; one seed, 2026-11-23; benchmark/learning_dmlab.sh).
@@ -92,6 +93,7 @@ from typing import Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -124,7 +126,7 @@ class Args:
     renderer: Literal["software", "hardware"] = "software"  # hardware where the engine was built with it
     frameskip: int = 4  # game ticks (frames) per step of the agent
     seed: int = 1  # of the network, of the action sampling and of the games
-    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip), all sessions together
+    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
     train_for_seconds: float | None = None  # stop after this many seconds of this session
     device: str = "auto"  # cpu, cuda or cuda:1; auto takes cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -141,7 +143,8 @@ class Args:
 
     # --- sampling
     num_workers: int | None = None
-    """actor processes. Default: the cores this process may use. 0: games in this process, to debug (implies sync)"""
+    """actor processes (under torchrun: of each rank). Default: the cores this process may use. 0: games in this
+    process, to debug (implies sync)"""
     num_envs_per_worker: int = 16  # games per worker
     worker_num_splits: int | None = None
     """parts that a worker's games are stepped in: it steps one while the others wait for actions. Default: 2 with CUDA
@@ -153,14 +156,14 @@ class Args:
     actor_timeout: float | None = None
     """a worker is restarted when a step, or the start of one game, takes more seconds. Default: 60 for each game of a
     split, since all of them may have to compile a map in one step; at least 600"""
-    inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
-    learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
+    inference_threads: int | None = None  # CPU threads of inference (of each rank). Default: by the number of cores
+    learner_threads: int | None = None  # CPU threads of the learner (of each rank). Default: by the number of cores
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: int | None = None
-    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2, from 1024 to 8192; with
-    sync rows * rollout"""
+    """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near rows * rollout
+    / 2, from 1024 to 8192; with sync rows * rollout"""
     num_epochs: int = 1  # passes over each batch; with sync PPO clips nothing in the first
     max_batches_ahead: int = 1  # batches collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
@@ -197,12 +200,12 @@ class UserError(Exception):
 
 
 def cpu_quota() -> float:
-    """How many cores' time this process's container may use (cgroup v2, else v1); infinity without a limit."""
+    """How many cores' time this process may use of its container's (cgroup v2, else v1); infinity without a limit."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError):  # no such file; "max" instead of a number
             quota, period = map(int, " ".join(Path("/sys/fs/cgroup", name).read_text() for name in names).split())
             if quota > 0:
-                return quota / period
+                return quota / period / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return float("inf")
 
 
@@ -216,6 +219,8 @@ def resolve(args: Args) -> Args:
                 raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device != "cpu" and dist.is_torchelastic_launched():  # each rank of a machine has a GPU of its own
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     kind, _, index = args.device.partition(":")
     if args.device not in ("cpu", "cuda") and (kind != "cuda" or not index.isdecimal() or index != str(int(index))):
         raise UserError(f"--device {args.device} is no device for this; cpu, cuda or cuda:1")
@@ -790,11 +795,11 @@ class Normalizer(nn.Module):
         """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
         Raises FloatingPointError, before anything is changed, for an input that is not finite."""
         x = x[valid].float() / self.unit  # boolean indexing waits for the device; so did the update just before
-        n = len(x)
+        n = int(sum_over_ranks(torch.tensor(len(x))))
         if n == 0:
             return
-        mean = x.mean(0)
-        var = (x - mean).square_().mean(0)
+        mean = sum_over_ranks(x.sum(0) / n)
+        var = sum_over_ranks((x - mean).square_().sum(0) / n)
         if not (mean + var).isfinite().all():  # infinities are clipped to +-5, so no loss would show them
             raise FloatingPointError("an observation is not finite")
         total = self.count + n
@@ -850,9 +855,9 @@ class PopArt(nn.Module):
         """targets [N] in the reward's units, of tasks int64 [N], of which bool mask [N] count; merges two sets of
         statistics as Normalizer.update does."""
         mine = F.one_hot(task, len(self.mean)) * mask.unsqueeze(-1)  # [N, tasks]
-        n = mine.sum(0)
-        mean = (targets.unsqueeze(-1) * mine).sum(0) / n.clamp(min=1)
-        var = ((targets.unsqueeze(-1) - mean).square() * mine).sum(0) / n.clamp(min=1)
+        n = sum_over_ranks(mine.sum(0))
+        mean = sum_over_ranks((targets.unsqueeze(-1) * mine).sum(0) / n.clamp(min=1))
+        var = sum_over_ranks(((targets.unsqueeze(-1) - mean).square() * mine).sum(0) / n.clamp(min=1))
         total = self.count + n
         share, delta = n / total, mean - self.mean
         self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
@@ -1043,13 +1048,13 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     advantages = advantages / unit  # so that no task drowns the others; the value loss does the same (PopArt)
 
     weight = batch.mask.float()
-    n = weight.sum()
+    n = sum_over_ranks(weight.sum())
 
-    def mean(x: torch.Tensor) -> torch.Tensor:
+    def mean(x: torch.Tensor) -> torch.Tensor:  # of several ranks: this one's share of it
         return (x * weight).sum() / n
 
-    advantages = advantages - mean(advantages)
-    advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
+    advantages = advantages - sum_over_ranks(mean(advantages))
+    advantages = advantages / sum_over_ranks(mean(advantages.square())).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_loss = -mean(torch.min(ratio * advantages, clipped * advantages))
 
@@ -1058,23 +1063,29 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     clipped_error = (old + (values[:-1] - old).clamp(-reach, reach) - target).square()
     value_loss = mean(torch.max(value_error, clipped_error) / unit.square())
 
-    exploration = -mean(entropy) if args.exploration_loss == "entropy" else mean(symmetric_kl).clamp(max=30.0)
+    if args.exploration_loss == "entropy":
+        exploration = -mean(entropy)
+    else:  # not above 30: there it has no gradient
+        exploration = mean(symmetric_kl) * (sum_over_ranks(mean(symmetric_kl.detach())) < 30.0)
     loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
 
     with torch.no_grad():
         z = (target - agent.critic.mean[task]) / unit  # else the tasks' different means would count as explained
-        residual, spread = ((target - values[:-1]) / unit).square(), (z - mean(z)).square()
+        residual, spread = ((target - values[:-1]) / unit).square(), (z - sum_over_ranks(mean(z))).square()
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
             "losses/entropy": mean(entropy),
             "losses/approx_kl": mean(log_ratio.exp() - 1 - log_ratio),  # http://joschu.net/blog/kl-approx.html
             "losses/clipfrac": mean((ratio != clipped).float()),
-            "losses/explained_variance": 1 - mean(residual) / mean(spread).clamp(min=1e-8),
+            "losses/explained_variance": mean(residual),  # what is not explained: see below
             "losses/value": mean(values[:-1]),
             "vtrace/rho_mean": mean(ratio.clamp(max=args.vtrace_rho)),
             "vtrace/rho_clipfrac": mean((ratio > args.vtrace_rho).float()),
         }
+        *shares, spread = sum_over_ranks(torch.stack([*metrics.values(), mean(spread)]))
+        metrics = dict(zip(metrics, shares))
+        metrics["losses/explained_variance"] = 1 - metrics["losses/explained_variance"] / spread.clamp(min=1e-8)
     return loss, target, metrics
 
 
@@ -1316,7 +1327,7 @@ class Actors:
 
     def wait_for_games(self, stop_signals: list[int]) -> None:
         """Returns when every game has been started or the user stops the run."""
-        with tqdm(total=len(self.numpy.first), desc="starting games", disable=None) as bar:
+        with tqdm(total=len(self.numpy.first), desc="starting games", disable=True if rank_of()[0] else None) as bar:
             while bar.n < bar.total and not stop_signals:
                 self.check()
                 time.sleep(0.1)
@@ -1547,6 +1558,36 @@ class Inference:
 # ======================================================================================================================
 
 
+def rank_of() -> tuple[int, int]:
+    """This process's rank, and the number of ranks: 0 and 1 without `torchrun`."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    """In place, and equal on all ranks to the bit."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def gather_over_ranks(mine) -> list:
+    """What every rank has, in their order; waits for the last."""
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def from_first_rank(function):
+    """What `function` returns on rank 0; only there it is called."""
+    if not dist.is_initialized():
+        return function()
+    result = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
+
+
 class Learner:
     """Takes FULL slots, B at a time, and improves the policy."""
 
@@ -1558,6 +1599,9 @@ class Learner:
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
         self.waited = 0.0  # seconds without full slots
+        self.all_reduce = 0.0  # seconds of waiting for other ranks
+        self.meetings = 0  # with them
+        self.everyone: list[dict] = []  # what each rank said of itself in the last iteration
 
     def load(self, checkpoint: dict) -> None:
         self.agent.load_state_dict(checkpoint["agent"])
@@ -1583,9 +1627,9 @@ class Learner:
         rnn_state = r.rnn_state.index_select(0, d_slots)
         return Batch(**on_device, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
 
-    def iterate(self, slots: np.ndarray) -> dict[str, float]:
+    def iterate(self, slots: np.ndarray, timed_out: bool = False) -> dict[str, float]:
         """Learns from B FULL slots, which are LEARNING until they are given back: as soon as they are copied, but with
-        `sync` only after the new policy has been published. Returns metrics.
+        `sync` only after the new policy has been published. Returns metrics: none when another rank has left.
 
         Raises FloatingPointError before a non-finite update is made: the weights are still good.
         """
@@ -1593,8 +1637,14 @@ class Learner:
         batch, lags = self.gather(slots)
         if not args.sync:
             self.inference.release(slots)
-        self.global_step += len(lags)
-        if batch.size == 0:  # a batch without a usable sample is no update
+        masked = np.count_nonzero(lags >= args.max_policy_lag)
+        self.meet(usable=batch.size, lag_sum=lags.sum(), lag_max=lags.max(initial=0), masked=masked, valid=len(lags),
+                  timed_out=timed_out)  # fmt: skip
+        if self.total("left"):
+            return {}
+        usable, valid = self.total("usable"), self.total("valid")
+        self.global_step += valid
+        if usable == 0:  # a batch without a usable sample is no update
             self.skipped += 1
         else:
             if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
@@ -1604,9 +1654,10 @@ class Learner:
             self.publish()
         if args.sync:  # only now: the next samples are all of the newest version
             self.inference.release(slots)
-        if len(lags):
-            masked = (lags >= args.max_policy_lag).mean()
-            metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": masked}
+        if valid:
+            lag_max = max(rank["lag_max"] for rank in self.everyone)
+            metrics |= {"lag/mean": self.total("lag_sum") / valid, "lag/max": lag_max}
+            metrics |= {"lag/masked": self.total("masked") / valid}
         return metrics
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -1617,6 +1668,10 @@ class Learner:
             loss, target, metrics = appo_loss(self.args, self.agent, batch)
             self.optimizer.zero_grad()
             loss.backward()
+            start = time.perf_counter()
+            for tensor in (loss.detach(), *(parameter.grad for parameter in self.agent.parameters())):
+                sum_over_ranks(tensor)  # in place, so `loss` too is the sum
+            self.all_reduce += time.perf_counter() - start
             grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
             if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
                 raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
@@ -1627,6 +1682,25 @@ class Learner:
         metrics["losses/grad_norm"] = grad_norm
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def meet(self, **mine) -> None:
+        """Waits for all ranks and tells them about this one: what the iteration needs, and what is reported."""
+        i, start = self.inference, time.perf_counter()
+        self.meetings += 1
+        if dist.is_initialized() and self.meetings % 100 == 1:  # are they still equal, to the bit?
+            mine["weights"] = sum(int(x.view(torch.int32).sum()) for x in self.agent.state_dict().values())
+        mine |= dict(waited=self.waited, served=i.served, batches=i.batches, idle=i.idle, held=i.held,
+                     all_reduce=self.all_reduce, compiling=float(i.numpy.compiling.sum()),
+                     unsaved=int(i.numpy.unsaved.sum()), episodes=[list(task) for task in i.episodes])  # fmt: skip
+        self.everyone = gather_over_ranks(mine)
+        self.all_reduce += time.perf_counter() - start
+        for rank, theirs in enumerate(self.everyone):
+            if theirs.get("weights") != self.everyone[0].get("weights"):
+                raise UserError(f"the weights of rank {rank} are no longer those of rank 0")
+
+    def total(self, name: str) -> float:
+        """The sum of what the ranks said of themselves."""
+        return sum(rank.get(name, 0) for rank in self.everyone)
 
     def publish(self) -> None:
         self.version += 1
@@ -1780,6 +1854,10 @@ def parse_args() -> tuple[Args, Path]:
     args = tyro.cli(Args)
     if args.experiment is None and args.evaluate:
         raise UserError("--evaluate needs the name of an --experiment")
+    if dist.is_initialized() and (args.evaluate or args.fill_level_cache):
+        raise UserError("--evaluate and --fill-level-cache are for one process, without torchrun")
+    if args.experiment is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        raise UserError("torchrun --max-restarts goes on with a run by its name: give it an --experiment")
     experiment = args.experiment or f"{args.env_id[:100]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     folder = Path(args.train_dir) / experiment
     if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
@@ -1799,6 +1877,27 @@ def parse_args() -> tuple[Args, Path]:
     return args, folder
 
 
+def join_ranks() -> None:
+    """Under `torchrun` each of its processes ("ranks") is a copy of this pipeline, with its own actors and share of
+    the cores. They take every step of the optimiser together: the step of one process that has all their samples."""
+    if not dist.is_torchelastic_launched():
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the launcher is killed, it stops us even so
+    i, n = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // n  # the same for all: they wait for the slowest
+    os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    if rank == 0:  # after a restart the store still has the addresses of the dead: a name of its own for each attempt
+        store.set("attempt", str(time.time_ns()))
+    store = dist.PrefixStore(store.get("attempt").decode(), store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    gather_over_ranks(None)  # all are there, so the next attempt must not find the name
+    if rank == 0:
+        store.underlying_store.delete_key("attempt")
+
+
 def keep_freed_memory() -> None:
     """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
     for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
@@ -1807,6 +1906,7 @@ def keep_freed_memory() -> None:
 
 def check_shared_memory(spaces: Spaces, rows: int) -> None:
     """Raises UserError when /dev/shm has no room for the mailbox and the games: later the kernel would kill the run."""
+    rows *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of all ranks on this machine
     needed = rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY)
     free = shutil.disk_usage("/dev/shm").free
     if needed > free:
@@ -1830,21 +1930,22 @@ def open_log(folder: Path):
 
 
 class Reporter:
-    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report; returns are of
-    the last 100 episodes of each task at that time."""
+    """The progress bar, log.txt and TensorBoard, of rank 0 only. Every rate is over the window since the last report;
+    returns are of the last 100 episodes of each task on each rank at that time."""
 
     def __init__(self, args: Args, learner: Learner, writer, log):
-        self.args, self.learner, self.inference, self.writer, self.log = args, learner, learner.inference, writer, log
+        self.args, self.learner, self.writer, self.log = args, learner, writer, log
         self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
-                        unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
+                        unit_scale=True, dynamic_ncols=True, disable=True if rank_of()[0] else None)  # fmt: skip
         self.metrics, self.last, self.minute, self.warned = {}, self.counters(), deque(maxlen=12), False
         self.score, self.text, self.settled = 0.0, "", False
 
     def counters(self) -> dict[str, float]:
-        i, learner = self.inference, self.learner
-        return dict(time=time.monotonic(), step=learner.global_step, waited=learner.waited, served=i.served,
-                    batches=i.batches, idle=i.idle, held=i.held, compiling=float(i.numpy.compiling.sum()),
-                    unsaved=int(i.numpy.unsaved.sum()))  # fmt: skip
+        """Means over the ranks, but for `waits`: of each rank, for the others."""
+        names, ranks = ("waited", "served", "batches", "idle", "held", "compiling", "unsaved"), self.learner.everyone
+        found = {name: self.learner.total(name) / max(1, len(ranks)) for name in names}
+        waits = np.array([rank["all_reduce"] for rank in ranks] or [0.0])
+        return found | dict(time=time.monotonic(), step=self.learner.global_step, waits=waits)
 
     def update(self, metrics: dict[str, float]) -> bool:
         """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
@@ -1871,10 +1972,14 @@ class Reporter:
             "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
             "stats/compiling": compiling / spent / max(1, self.args.num_workers),  # actors compile maps: over a minute
         }
+        if len(waits := change["waits"]) > 1:
+            scalars["stats/all_reduce"] = waits.mean() / seconds  # the learner waits for other ranks
         scalars |= self.scores()
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        if change["held"] >= change["waited"]:
+        if len(waits) > 1 and waits.mean() > max(change["held"], change["waited"]):
+            bottleneck = f"rank {waits.argmin()}"  # the others wait for the one that waits least
+        elif change["held"] >= change["waited"]:
             bottleneck = "learner"
         else:
             bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
@@ -1889,7 +1994,8 @@ class Reporter:
 
     def scores(self) -> dict[str, float]:
         """Means of the last 100 episodes of each task, and the score over all tasks as soon as each has an episode."""
-        tasks, lists = tasks_of(self.args), [list(episodes) for episodes in self.inference.episodes]
+        tasks, ranks = tasks_of(self.args), [rank["episodes"] for rank in self.learner.everyone]
+        lists = [sum(episodes, []) for episodes in zip(*ranks)]
         played = {task: np.mean(episodes, axis=0) for task, episodes in zip(tasks, lists) if episodes}
         scalars = {}
         if len(tasks) > 1:
@@ -1973,7 +2079,7 @@ def train(typed: Args, folder: Path) -> int:
     """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
-    args = resolve(typed)
+    args, (rank, ranks) = resolve(typed), rank_of()
     device = torch.device(args.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -1987,25 +2093,33 @@ def train(typed: Args, folder: Path) -> int:
     T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
     rows = max(1, W) * args.num_envs_per_worker
     check_shared_memory(spaces, rows)
-    log_file, checkpoints = open_log(folder), folder / "checkpoints"
+    log_file, checkpoints = open(os.devnull, "w") if rank else open_log(folder), folder / "checkpoints"
     engines = prepare_engines(args, folder)
     (engines / "output.txt").unlink(missing_ok=True)
 
     def log(text: str, show: bool = True) -> None:
+        text = f"rank {rank}: {text}" if rank else text
         log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if show:
             tqdm.write(text)
 
-    checkpoint = load_checkpoint(checkpoints, "latest", log)
+    checkpoint = from_first_rank(lambda: load_checkpoint(checkpoints, "latest", log))
     if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
-        log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
+        text = f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on"
+        log(text, rank == 0)
         return 0
     agent = Agent(spaces, args).to(device)
+    if rank:  # the weights are rank 0's; games and random numbers are not
+        args.seed = game_seed(args.seed, rank)
+        torch.manual_seed(args.seed)
+    if ranks > 1:
+        for tensor in agent.state_dict().values():
+            dist.broadcast(tensor, 0)
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, agent, inference, device)
     if checkpoint:
         learner.load(checkpoint)
-        log(f"resuming {folder} at step {learner.global_step:,}")
+        log(f"resuming {folder} at step {learner.global_step:,}", rank == 0)
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
             learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
         torch.manual_seed(args.seed + learner.version)
@@ -2014,8 +2128,9 @@ def train(typed: Args, folder: Path) -> int:
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
     # A resumed run starts from what was typed and resolves again: it may be on another machine.
     cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
-    (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
-    os.replace(folder / "cfg.tmp", folder / "cfg.json")
+    if rank == 0:
+        (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
+        os.replace(folder / "cfg.tmp", folder / "cfg.json")
     lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # where the learner is slowest
     for line in (
         f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
@@ -2027,20 +2142,24 @@ def train(typed: Args, folder: Path) -> int:
         f"{plays}; {spaces.heads[0]} actions; what the engines print is in {engines / 'output.txt'}",
         f"up to {args.total_timesteps:,} steps = {args.total_timesteps * args.frameskip:,} frames; files in {folder}",
     ):
-        log(line)
+        log(line, rank == 0)
+    if ranks > 1:
+        text = f"{ranks} ranks like this: {ranks * rows:,} games, {ranks * args.batch_size:,} samples per update"
+        log(text, rank == 0)
 
     stop_signals = []
 
     def on_signal(number, frame):
         stop_signals.append(number)
-        if len(stop_signals) == 2:
+        if len(stop_signals) == 2 and ranks == 1:  # a rank may be told twice: by the launcher, too
             raise KeyboardInterrupt  # at once, without a checkpoint
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    writer = SummaryWriter(str(folder), flush_secs=10)
-    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    writer = None if rank else SummaryWriter(str(folder), flush_secs=10)
+    if writer:
+        writer.add_text("args", json.dumps(asdict(args), indent=2))
     try:
         with sampling(args, inference, session, log, stop_signals) as actors:
             if W:
@@ -2055,12 +2174,15 @@ def train(typed: Args, folder: Path) -> int:
                 for number in handlers:
                     signal.signal(number, signal.SIG_IGN)  # a signal during the clean-up would leave games behind
     finally:
-        writer.close()
+        if writer:
+            writer.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    log(f"{'stopped' if stop_signals else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
-        f"{learner.skipped} batches without a usable sample, {actors.restarts} actors restarted")  # fmt: skip
-    return 130 if stop_signals else 0
+    stopped = learner.total("left") > 0  # here or on another rank
+    text = (f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
+            f"{learner.skipped} batches without a usable sample, {actors.restarts} actors restarted")  # fmt: skip
+    log(text, rank == 0)
+    return 130 if stopped else 0
 
 
 def fill_level_cache(args: Args) -> int:
@@ -2138,24 +2260,28 @@ def compile_maps(args: Args, worker: int, numbers: list[int], seed: tuple[int, .
 
 
 def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:
-    """The learner's loop. It saves the last good weights however it ends, unless by a second signal."""
+    """The learner's loop. It saves the last good weights however it ends, unless by a second signal. Only rank 0 saves
+    and reports; any rank may end the loop, for all of them."""
+    rank, _ = rank_of()
     started = saved = best_saved = time.monotonic()
     try:
         for slots in source:
-            metrics = learner.iterate(slots)
+            timed_out = args.train_for_seconds is not None and time.monotonic() - started >= args.train_for_seconds
+            metrics = learner.iterate(slots, timed_out)
             now = time.monotonic()
-            if reporter.update(metrics) and reporter.settled and now - best_saved >= 30:
+            if rank == 0 and reporter.update(metrics) and reporter.settled and now - best_saved >= 30:
                 if reporter.score > learner.best_return:
                     learner.best_return, best_saved = float(reporter.score), now
                     save_checkpoint(checkpoints / "best.pth", learner)
-            if now - saved >= args.save_every_sec:
+            if rank == 0 and now - saved >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved = now
-            timed_out = args.train_for_seconds is not None and now - started >= args.train_for_seconds
-            if learner.global_step >= args.total_timesteps or timed_out:
+            if learner.global_step >= args.total_timesteps or learner.total("timed_out") or learner.total("left"):
                 break
+        else:  # a signal has ended the source, and other ranks may wait for this one
+            learner.meet(left=1)
     finally:
-        if not isinstance(sys.exception(), KeyboardInterrupt):
+        if rank == 0 and not isinstance(sys.exception(), KeyboardInterrupt):
             save_latest(checkpoints, learner, args.keep_checkpoints)
 
 
@@ -2163,19 +2289,28 @@ def main() -> int:
     try:
         if sys.platform != "linux":
             raise UserError(f"this needs Linux (process groups, /proc, /dev/shm); {sys.platform} has no such things")
-        args, folder = parse_args()
+        join_ranks()
+        args, folder = from_first_rank(parse_args)
         if args.evaluate:
             evaluate(args, folder)
             return 0
         if args.fill_level_cache:
             return fill_level_cache(args)
-        return train(args, folder)
+        code = train(args, folder)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped at once, without a checkpoint", file=sys.stderr)
         return 130
+    except RuntimeError as error:
+        if not (dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))):
+            raise
+        print(f"rank {dist.get_rank()}: another rank has ended or cannot be reached: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -2516,6 +2516,8 @@ def main() -> int:
     try:
         if sys.platform != "linux":
             raise UserError(f"this needs Linux (process groups, /proc, /dev/shm); {sys.platform} has no such things")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise UserError("this is not for torchrun: it spreads its policies over the GPUs of one machine by itself")
         args, folder = parse_args()
         if args.evaluate:
             evaluate(args, folder)

@@ -48,10 +48,10 @@ def left_behind(mark: str, before: set[str]) -> tuple[set[int], set[str]]:
 class Run:
     """`python appo_doom.py ...`, or another script, as a user starts it, in a terminal session of its own."""
 
-    def __init__(self, folder: Path, *flags: str, env: dict | None = None, script: Path = ROOT / "appo_doom.py"):
+    def __init__(self, folder: Path, *flags: str, env: dict | None = None, script: Path = ROOT / "appo_doom.py", launcher: tuple = ()):
         self.mark = f"APPO_TEST_{time.monotonic_ns()}"
         self.folder, self.output = folder, folder / f"{self.mark}.txt"
-        command = [sys.executable, str(script), "--train-dir", str(folder), *flags]
+        command = [sys.executable, *launcher, str(script), "--train-dir", str(folder), *flags]
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
                                             env=os.environ | {self.mark: "1"} | (env or {}))  # fmt: skip

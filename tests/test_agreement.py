@@ -18,7 +18,8 @@ DIFFERS = {
     "appo_dmlab.py": {
         "ENGINE, TICKS_PER_SECOND", "GAME_SHARED_MEMORY", "IMAGE", "GAME, NETWORK", "SESSION", "resolve", "make_envs", "Mailbox.__init__",
         "Agent", "Agent.__init__", "Agent.encode", "Agent.forward", "Agent.update_normalizers", "appo_loss", "Games.__init__", "Games.reset",
-        "Games.step", "spaces_of", "parse_args", "Reporter", "end_group", "Inference.__init__", "Inference.act", "Learner.load", "Learner.update",
+        "Games.step", "spaces_of", "parse_args", "Reporter", "end_group", "Inference.__init__", "Inference.act", "Learner.load",
+        "Learner.update", "Learner.meet",
         "save_checkpoint", "evaluate", "Reporter.__init__", "Reporter.counters", "Reporter.report", "learn", "train", "main", "Args.env_id",
         "Args.eval_episodes", "Args.total_timesteps", "Args.normalize_input", "Args.rnn_type", "Args.hidden_size", "Args.actor_timeout",
     },
@@ -32,6 +33,9 @@ DIFFERS = {
         "Inference.__init__", "Inference.run", "Inference.store", "Inference.wake", "Learner.gather", "Learner.iterate",
         "load_agent", "evaluate", "SESSION", "GAME, NETWORK", "Reporter", "Reporter.__init__", "Reporter.report", "Reporter.update", "from_actors",
         "learn", "train",
+        # it has no ranks
+        "Args.batch_size", "Args.inference_threads", "Args.learner_threads", "cpu_quota", "Normalizer.update", "Learner.__init__",
+        "Learner.update", "Reporter.counters", "parse_args", "check_shared_memory", "main",
     },
 }  # fmt: skip
 # What appo_doom.py has and a variant has not: names that begin with one of these.
@@ -41,7 +45,8 @@ WITHOUT = {
     "appo_dmlab.py": ("SCREEN", "VARIABLES", "SETTINGS", "Scenario", "TURN", "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS",
                       "find_wad", "launcher", "unlink_game_files", "unlink_orphans", "DoomEnv", "Args.cfg_path", "Args.__post_init__"),
     "appo_pbt_doom.py": ("Actors.is_current", "Actors.reply", "DoomEnv.bonus", "DoomEnv.observation", "DoomEnv.read_state", "DoomEnv.setup",
-                         "Games.write", "in_process", "make_envs", "sampling"),
+                         "Games.write", "in_process", "make_envs", "sampling", "join_ranks", "rank_of", "sum_over_ranks",
+                         "gather_over_ranks", "from_first_rank", "Learner.meet", "Learner.total"),
 }  # fmt: skip
 # The other way round.
 ONLY = {

@@ -129,8 +129,8 @@ def vectors(appo, *shape: int, generator=None) -> torch.Tensor:
     return result
 
 
-def make_batch(appo, agent, T=6, B=4, mask=None):
-    generator = torch.Generator().manual_seed(1)
+def make_batch(appo, agent, T=6, B=4, mask=None, seed=1):
+    generator = torch.Generator().manual_seed(seed)
     first = torch.rand(T + 1, B, generator=generator) < 0.25
     mask = ~first[1:] if mask is None else mask
     heads = [torch.randint(n, (T, B), generator=generator) for n in agent.heads]

@@ -485,7 +485,7 @@ def test_the_score_is_capped_after_the_mean(tmp_path):
     episodes = [[[task.random, 0.0, 10.0]] * 10 for task in appo.TASKS.values()]
     people = next(iter(appo.TASKS.values()))
     episodes[0] = [[people.random, 0.0, 10.0], [people.random + 3 * (people.human - people.random), 0.0, 10.0]] * 5
-    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes), score=None, settled=None)
+    reporter = SimpleNamespace(args=args, learner=SimpleNamespace(everyone=[dict(episodes=episodes)]), score=None, settled=None)
     scalars = appo.Reporter.scores(reporter)
     assert scalars["charts/human_normalized"] == pytest.approx(150 / 30) and reporter.settled
     assert scalars["charts/human_normalized_capped"] == reporter.score == pytest.approx(100 / 30)
@@ -495,10 +495,11 @@ def test_the_score_is_capped_after_the_mean(tmp_path):
 
 def test_the_score_of_levels_without_scores_of_people_is_the_mean_return(tmp_path):
     args = make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01")
-    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=[[[2.0, 0.0, 10.0]] * 10, []]), score=None, settled=None)
+    ranks = [dict(episodes=[[[2.0, 0.0, 10.0]] * 5, []]), dict(episodes=[[[2.0, 0.0, 10.0]] * 5, []])]
+    reporter = SimpleNamespace(args=args, learner=SimpleNamespace(everyone=ranks), score=None, settled=None)
     appo.Reporter.scores(reporter)
     assert reporter.score is None and not reporter.settled, "one of the tasks has no episode yet"
-    reporter.inference.episodes[1] = [[4.0, 0.0, 10.0]] * 10
+    ranks[1]["episodes"][1] = [[4.0, 0.0, 10.0]] * 10
     scalars = appo.Reporter.scores(reporter)
     assert reporter.score == 3.0 and reporter.text == "return 3.00, " and reporter.settled
     assert scalars["tasks/seekavoid_arena_01/episodic_return"] == 4.0 and "charts/human_normalized" not in scalars

@@ -10,6 +10,7 @@ from dataclasses import fields
 import imageio.v2 as imageio
 import numpy as np
 import pytest
+from torch.distributed.run import get_args_parser
 from PIL import Image
 
 import appo_atari
@@ -31,6 +32,7 @@ FLAGS = {"help", "logdir", "no-deps"} | {
     for field in fields(options)
     for prefix in (("", "no-") if field.type is bool else ("",))
 }
+FLAGS |= {flag.removeprefix("--") for action in get_args_parser()._actions for flag in action.option_strings}  # torchrun's
 
 
 def blocks(kind: str) -> list[str]:

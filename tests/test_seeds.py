@@ -52,7 +52,7 @@ def test_settings_and_seeds(tmp_path):
 
 def test_a_grid_side_by_side(tmp_path):
     """Two runs at once, each with cores of its own; Ctrl-C ends both, with checkpoints; and plot.py draws the folder."""
-    command = line(tmp_path, "--seeds", "1", "2", "--grid", "rnn-type=gru,none", "--parallel", "2")
+    command = line(tmp_path, "--seeds", "1", "2", "--grid", "rnn-type=gru,none", "--parallel", "2")[:-1] + ["10"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     logs = [tmp_path / "runs" / f"rnn-type_{rnn}_1" / "log.txt" for rnn in ("gru", "none")]
     deadline = time.monotonic() + 60

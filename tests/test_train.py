@@ -29,10 +29,10 @@ def iterations(appo, monkeypatch):
     """Of every iteration: the learner's version, and the versions, slots and environments of the batch."""
     seen, iterate = [], appo.Learner.iterate
 
-    def spy(self, slots):
+    def spy(self, slots, timed_out):
         r = self.inference.rollouts
         seen.append((self.version, r.versions[:, slots].copy(), slots.tolist(), r.vector[0, slots, 0].int().tolist()))
-        return iterate(self, slots)
+        return iterate(self, slots, timed_out)
 
     monkeypatch.setattr(appo.Learner, "iterate", spy)
     return seen
