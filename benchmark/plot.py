@@ -118,6 +118,53 @@ def peers_table(name: str = "peers") -> str:
     return table(["", "", "frames/s, three runs", "median", "ours / peer"], rows)
 
 
+def ranks_table() -> str:
+    result, rows = read_json("ranks.json"), []
+    for family in ("doom", "atari"):
+        for system, name in (("one", "one process, 2 workers"), ("ours", "two ranks, 1 worker each")):
+            rates = [run["frames_per_second"] for key, run in result["runs"].items() if key.startswith(f"{family}_{system}_")]
+            share = f"{statistics.median(rates) / result['medians'][f'{family}_one']:.2f}" if system == "ours" else ""
+            rows.append([FAMILIES[family], name, numbers(rates), f"**{statistics.median(rates):,.0f}**", share])
+    return table(["", "", "frames/s of all, three runs", "median", "share of one process"], rows)
+
+
+HALF_HOUR = 1800  # seconds; of a run that was resumed later ones do not count
+# Sample Factory's paper after 25 million frames, mean of ten seeds with 36 workers (read off its curves; deadly_corridor x 100, its scale)
+PAPER = dict(my_way_home=0.54, deadly_corridor=532, defend_the_center=18.7, health_gathering=21.0, defend_the_line=24.6)
+
+
+def half_hour() -> dict[str, np.ndarray]:
+    """Environment -> [points, 3]: seconds, step, mean return of the last 100 episodes."""
+    runs = read_settings(RESULTS / "half_hour_doom.csv") | read_settings(RESULTS / "half_hour_atari.csv")
+    found = {setting.removeprefix("env-id="): seeds[1] for setting, seeds in runs.items()}
+    return {env_id: points[points[:, 0] <= HALF_HOUR] for env_id, points in found.items()}
+
+
+def random_returns() -> dict[str, float]:
+    rows = csv.DictReader(line for line in open(RESULTS / "random.csv") if not line.startswith("#"))
+    return {row["env_id"]: float(row["return"]) for row in rows}
+
+
+def published(env_id: str, step: float) -> str:
+    """What others have published: CleanRL at the same number of steps, Sample Factory's paper at 25 million frames."""
+    if env_id in PAPER:
+        return f"{PAPER[env_id]:g} (Sample Factory, 25 million)"
+    path = RESULTS / f"cleanrl_{env_id.removesuffix('-v5').lower()}.csv"
+    if not path.exists():
+        return ""
+    ((points,),) = read_curves(path.name).values()
+    return f"{np.interp(step, *zip(*((step, value) for _, step, value in points))):.1f} (CleanRL, the same)"
+
+
+def half_hour_table() -> str:
+    rows, at_random = [], random_returns()
+    for env_id, points in half_hour().items():
+        step, value = points[-1, 1:]
+        rows.append([f"`{env_id}`", f"{at_random[env_id]:.2f}", f"**{value:.2f}**", f"{points[:, 2].max():.2f}", f"{4 * step / 1e6:.1f}",
+                     published(env_id, step)])  # fmt: skip
+    return table(["", "random actions", "return after half an hour", "highest", "million frames", "published (frames)"], rows)
+
+
 def throughput_table() -> str:
     rows = []
     for row in read_json("throughput.json")["frames_per_second"]:
@@ -178,7 +225,8 @@ def settings_table(env_id: str, *goals: float) -> str:
     return compare_settings(read_settings(RESULTS / f"seeds_{env_id}.csv"), goals)
 
 
-TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, peers_dmlab=partial(peers_table, "peers_dmlab"),
+TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, ranks=ranks_table, half_hour=half_hour_table,
+              peers_dmlab=partial(peers_table, "peers_dmlab"),
               throughput=throughput_table, parts=parts_table, null=null_table, policies=policies_table, self_play=self_play_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75),
@@ -287,6 +335,25 @@ def seeds(plt) -> None:
         axis.set_ylabel("kills, last 100 episodes")
     figure.suptitle("battle: one setting changed (seeds in brackets; thick: their mean)", fontsize=11)
     figure.savefig(RESULTS / "seeds_battle.png", dpi=130)
+
+
+def panels(plt) -> None:
+    """A panel for each environment: half an hour, above the return of random actions."""
+    runs, at_random = half_hour(), random_returns()
+    columns = min(5, len(runs))
+    lines = -(-len(runs) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(9, 1.9 * lines + 0.3), sharex=True, squeeze=False, layout="constrained")
+    for axis, (env_id, points) in zip(axes.flat, runs.items()):
+        axis.plot(points[:, 0] / 60, points[:, 2], color=STYLE["ours"][1], linewidth=1.4)
+        axis.axhline(at_random[env_id], color="black", linestyle=":", linewidth=1)
+        axis.set_title(env_id, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(runs) :]:
+        axis.set_visible(False)
+    figure.supxlabel("minutes", fontsize=8)
+    figure.suptitle("mean raw return of the last 100 episodes (dotted: random actions), default flags, one seed, 2 cores", fontsize=10)
+    figure.savefig(RESULTS / "half_hour.png", dpi=130)
 
 
 def combinations(plt, curves: dict[str, dict[int, np.ndarray]], out: Path) -> None:
@@ -418,6 +485,7 @@ def main() -> None:
     throughput(plt)
     peers(plt)
     seeds(plt)
+    panels(plt)
     curves(plt, "basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
     curves(plt, "battle, 2 cores without a GPU", 10, "learning_battle.png", "learning_battle.csv")
     battle(plt)

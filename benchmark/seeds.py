@@ -69,7 +69,7 @@ def combinations(settings: list[str], grid: list[str]) -> list[str]:
     for axis in grid:
         flag, _, values = axis.partition("=")
         axes.append([f"{flag}={value}" for value in values.split(",")] if values else flag.split(","))
-    return [" ".join(filter(None, flags)) for flags in itertools.product(*axes)]
+    return list(dict.fromkeys(" ".join(filter(None, flags)) for flags in itertools.product(*axes)))
 
 
 def read_curves(out: Path) -> dict[str, dict[int, np.ndarray]]:
