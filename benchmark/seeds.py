@@ -241,6 +241,7 @@ def table(curves: dict[str, dict[int, np.ndarray]], goals: list[float]) -> str:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is off in a script's background jobs
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, command = tyro.cli(Options, args=sys.argv[1:split]), sys.argv[split + 1 :]
     out, failed = options.out or options.folder / "curves.csv", 0
