@@ -112,7 +112,7 @@ class Args:
     seed: int = 1  # of the network, of the action sampling and of the games
     total_timesteps: int = 1_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
     train_for_seconds: float | None = None  # stop after this many seconds of this session
-    device: str = "auto"  # cpu, cuda or cuda:1; auto takes cuda where there is one
+    device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one; under torchrun each rank has its own
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
     experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
@@ -204,7 +204,7 @@ def resolve(args: Args) -> Args:
                 raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device != "cpu" and dist.is_torchelastic_launched():  # each rank of a machine has a GPU of its own
+    if args.device.startswith("cuda") and dist.is_torchelastic_launched():  # each rank of a machine has its own GPU
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     kind, _, index = args.device.partition(":")
     if args.device not in ("cpu", "cuda") and (kind != "cuda" or not index.isdecimal() or index != str(int(index))):
@@ -1334,6 +1334,9 @@ class Inference:
 # ======================================================================================================================
 
 
+ALL_REDUCE = SimpleNamespace(seconds=0.0)  # that the learner has waited for other ranks
+
+
 def rank_of() -> tuple[int, int]:
     """This process's rank, and the number of ranks: 0 and 1 without `torchrun`."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -1342,7 +1345,9 @@ def rank_of() -> tuple[int, int]:
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
     """In place, and equal on all ranks to the bit."""
     if dist.is_initialized():
+        start = time.perf_counter()
         dist.all_reduce(x)
+        ALL_REDUCE.seconds += time.perf_counter() - start
     return x
 
 
@@ -1375,7 +1380,6 @@ class Learner:
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
         self.waited = 0.0  # seconds without full slots
-        self.all_reduce = 0.0  # seconds of waiting for other ranks
         self.meetings = 0  # with them
         self.everyone: list[dict] = []  # what each rank said of itself in the last iteration
 
@@ -1443,10 +1447,8 @@ class Learner:
             loss, metrics = appo_loss(self.args, self.agent, batch)
             self.optimizer.zero_grad()
             loss.backward()
-            start = time.perf_counter()
             for tensor in (loss.detach(), *(parameter.grad for parameter in self.agent.parameters())):
                 sum_over_ranks(tensor)  # in place, so `loss` too is the sum
-            self.all_reduce += time.perf_counter() - start
             grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
             if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
                 raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
@@ -1462,9 +1464,9 @@ class Learner:
         if dist.is_initialized() and self.meetings % 100 == 1:  # are they still equal, to the bit?
             mine["weights"] = sum(int(x.view(torch.int32).sum()) for x in self.agent.state_dict().values())
         mine |= dict(waited=self.waited, served=i.served, batches=i.batches, idle=i.idle, held=i.held,
-                     all_reduce=self.all_reduce, episodes=list(i.episodes))  # fmt: skip
+                     all_reduce=ALL_REDUCE.seconds, episodes=list(i.episodes))  # fmt: skip
         self.everyone = gather_over_ranks(mine)
-        self.all_reduce += time.perf_counter() - start
+        ALL_REDUCE.seconds += time.perf_counter() - start
         for rank, theirs in enumerate(self.everyone):
             if theirs.get("weights") != self.everyone[0].get("weights"):
                 raise UserError(f"the weights of rank {rank} are no longer those of rank 0")
@@ -1638,14 +1640,21 @@ def join_ranks() -> None:
     share = len(cores) // n  # the same for all: they wait for the slowest
     os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
     store, rank, ranks = next(dist.rendezvous("env://"))
-    if rank == 0:  # after a restart the store still has the addresses of the dead: a name of its own for each attempt
-        store.set("attempt", str(time.time_ns()))
-    store = dist.PrefixStore(store.get("attempt").decode(), store)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-    gather_over_ranks(None)  # all are there, so the next attempt must not find the name
+    # After a restart the launcher's store still has the addresses of the dead. So each attempt has a name of its own,
+    # which rank 0 gives, and which holds when all have read it: a name given by a dead rank 0 never does.
+    name = str(time.time_ns()) if rank == 0 else ""
     if rank == 0:
-        store.underlying_store.delete_key("attempt")
+        store.set("attempt", name)
+        store.wait([f"{name}/{other}" for other in range(1, ranks)])
+        store.delete_key("exception_dump")  # with which NCCL told the dead to end: it would end us, too
+        store.set("attempt", "")
+        store.set(f"{name}/begin", "")
+    while not (name and store.check([f"{name}/begin"])):
+        time.sleep(0.1)
+        name = store.get("attempt").decode() or name
+        store.set(f"{name}/{rank}", "")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=ranks)
 
 
 def keep_freed_memory() -> None:
@@ -1832,11 +1841,14 @@ def train(typed: Args, folder: Path) -> int:
         args.seed = game_seed(args.seed, rank)
         torch.manual_seed(args.seed)
     if ranks > 1:
+        gather_over_ranks(None)  # all are alive: a GPU's first broadcast would wait for a dead rank without end
         for tensor in agent.state_dict().values():
             dist.broadcast(tensor, 0)
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, agent, inference, device)
     if checkpoint:
+        if rank:
+            checkpoint["episodes"] = []  # they are rank 0's
         learner.load(checkpoint)
         log(f"resuming {folder} at step {learner.global_step:,}", rank == 0)
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
@@ -1869,7 +1881,7 @@ def train(typed: Args, folder: Path) -> int:
 
     def on_signal(number, frame):
         stop_signals.append(number)
-        if len(stop_signals) == 2 and ranks == 1:  # a rank may be told twice: by the launcher, too
+        if len(stop_signals) == 2 and not dist.is_initialized():  # a rank may be told twice: by the launcher, too
             raise KeyboardInterrupt  # at once, without a checkpoint
 
     if device.type == "cuda":
@@ -1900,7 +1912,7 @@ def train(typed: Args, folder: Path) -> int:
     text = (f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
             f"{learner.skipped} batches without a usable sample, {actors.restarts} actors restarted")  # fmt: skip
     log(text, rank == 0)
-    return 130 if stopped else 0
+    return 130 if stopped and not dist.is_initialized() else 0  # else torchrun would start it again
 
 
 def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:

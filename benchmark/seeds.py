@@ -16,7 +16,8 @@ where there are fewer GPUs than runs they share them).
 The same line again goes on: finished runs, whose curves are in OUT, are not made again, and one that was cut off resumes. A run that fails is
 reported with its last lines, and the others go on. Ctrl-C stops all, with checkpoints. With --report the table is printed and nothing is
 trained. With --slurm (pip install submitit) each run is a job of its own on Slurm, with these parameters of `submitit.AutoExecutor`, in a
-folder that all machines see; keep this script running, it collects the curves. Where there is no Slurm, submitit runs them here.
+folder that all machines see; keep this script running, it collects the curves. Before a job's time is up its run is saved; the same line
+again resumes it. Where there is no Slurm, submitit runs them here.
 
 Steps are compared, not minutes. Still, nothing else should run beside it: other work changes the policy lag, and with it what is learned
 from a step. OUT has the mean lag of each run.
@@ -136,11 +137,14 @@ def gpus(share: int, shares: int) -> dict[str, str]:
 
 
 def execute(command: list[str], output: str) -> int:
-    """What a job does. On Slurm all its processes get the signal that ends it; elsewhere the run must be told."""
+    """What a job does. On Slurm all its processes get the signal that ends it; elsewhere the run must be told. SIGUSR2,
+    which submitit has Slurm send a while before the job's time is up, would kill the run: it is told to end instead."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the run inherits that
     with open(output, "a") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None if "SLURM_JOB_ID" in os.environ else process.terminate())
+    signal.signal(signal.SIGUSR2, lambda *_: process.terminate())
     return process.wait()
 
 

@@ -34,7 +34,7 @@ DIFFERS = {
         "load_agent", "evaluate", "SESSION", "GAME, NETWORK", "Reporter", "Reporter.__init__", "Reporter.report", "Reporter.update", "from_actors",
         "learn", "train",
         # it has no ranks
-        "Args.batch_size", "Args.inference_threads", "Args.learner_threads", "cpu_quota", "Normalizer.update", "Learner.__init__",
+        "Args.batch_size", "Args.device", "Args.inference_threads", "Args.learner_threads", "cpu_quota", "Normalizer.update", "Learner.__init__",
         "Learner.update", "Reporter.counters", "parse_args", "check_shared_memory", "main",
     },
 }  # fmt: skip
@@ -45,7 +45,7 @@ WITHOUT = {
     "appo_dmlab.py": ("SCREEN", "VARIABLES", "SETTINGS", "Scenario", "TURN", "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS",
                       "find_wad", "launcher", "unlink_game_files", "unlink_orphans", "DoomEnv", "Args.cfg_path", "Args.__post_init__"),
     "appo_pbt_doom.py": ("Actors.is_current", "Actors.reply", "DoomEnv.bonus", "DoomEnv.observation", "DoomEnv.read_state", "DoomEnv.setup",
-                         "Games.write", "in_process", "make_envs", "sampling", "join_ranks", "rank_of", "sum_over_ranks",
+                         "Games.write", "in_process", "make_envs", "sampling", "join_ranks", "rank_of", "sum_over_ranks", "ALL_REDUCE",
                          "gather_over_ranks", "from_first_rank", "Learner.meet", "Learner.total"),
 }  # fmt: skip
 # The other way round.

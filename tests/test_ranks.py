@@ -161,10 +161,12 @@ def start(run, tmp_path):
     return start
 
 
-def test_ctrl_c_stops_all_ranks(start):
-    r = start()
-    os.kill(r.process.pid, signal.SIGINT)
-    assert r.wait(30) != 0
+@pytest.mark.parametrize("who", ["the launcher", "a rank"])
+def test_a_signal_stops_all_ranks_and_nothing_starts_again(start, who):
+    r = start(launcher=(*TWO, "--max-restarts", "1"))
+    os.kill(r.process.pid if who == "the launcher" else rank_pids(r)[1], signal.SIGINT)
+    assert (r.wait(30) == 0) == (who == "a rank")
+    assert "resuming" not in r.text()
     assert r.text().count("stopped: ") == 1 and checkpoint(r)["version"] > 0
 
 
@@ -177,7 +179,12 @@ def test_the_end_of_the_launcher_stops_all_ranks(start):
 
 
 def test_a_killed_rank_ends_all_and_torchrun_starts_them_again(start):
-    r = start(launcher=(*TWO, "--max-restarts", "1"))
+    """Also when it is lost before the ranks have found each other, and the next one does not find the dead."""
+    join = '    name = str(time.time_ns()) if rank == 0 else ""\n'
+    count = 'os.environ["TORCHELASTIC_RESTART_COUNT"]'
+    lost = f"    if rank == 1 and {count} == '0':\n        time.sleep(2)\n        os._exit(7)\n"
+    late = f"    if rank == 0 and {count} == '1':\n        time.sleep(4)\n"
+    r = start(launcher=(*TWO, "--max-restarts", "2"), edits=[(join, lost + late + join)])
     before = rank_pids(r)
     shares, cores = [os.sched_getaffinity(pid) for pid in before], os.sched_getaffinity(0)
     assert set.union(*shares) == cores and (len(cores) == 1 or not set.intersection(*shares)), "cores of their own"

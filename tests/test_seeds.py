@@ -1,5 +1,6 @@
 """benchmark/seeds.py: settings and seeds, one run after the other or side by side, and what they reached."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -90,6 +91,14 @@ def test_through_submitit(tmp_path):
     assert "failed: no-such-flag_1_1 (exit code 2)" in done.stderr and "Unrecognized" in done.stderr
     wrong = subprocess.run(line(tmp_path, "--slurm", "no-such-parameter=1"), capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 1 and "error: --slurm: Unknown argument 'no_such_parameter'" in wrong.stderr
+
+
+def test_before_a_job_has_used_up_its_time_its_run_is_told_to_end(tmp_path):
+    """Slurm sends SIGUSR2 to all processes of a job; of these the run must get SIGTERM alone."""
+    run = "import os, signal, time; time.sleep(1); os.kill(os.getpid(), signal.SIGUSR2); os.kill(os.getppid(), signal.SIGUSR2); time.sleep(20)"
+    job = f"import sys, seeds; sys.exit(100 - seeds.execute([sys.executable, '-c', {run!r}], {str(tmp_path / 'out')!r}))"
+    done = subprocess.run([sys.executable, "-c", job], cwd=ROOT / "benchmark", env=os.environ | {"SLURM_JOB_ID": "1"}, timeout=60)
+    assert done.returncode == 100 + signal.SIGTERM
 
 
 def test_the_table():
