@@ -128,6 +128,23 @@ def ranks_table() -> str:
     return table(["", "", "frames/s of all, three runs", "median", "share of one process"], rows)
 
 
+def ranks_learning_table() -> str:
+    """`basic`: of how many processes, each with how many games and samples in an update."""
+    rows, small = [], ("num-workers=1 num-envs-per-worker=8 batch-size=256", 8, 256)
+    for ranks, (setting, games, samples) in (
+        (1, ("num-workers=2 batch-size=1024", 32, 1024)), (2, ("num-workers=1 batch-size=512", 16, 512)), (1, small), (2, small), (4, small),
+    ):  # fmt: skip
+        file = RESULTS / f"seeds_ranks_{ranks}.csv"
+        runs = read_settings(file)[setting].values()
+        about = [json.loads(line[1:]) for line in open(file) if line.startswith("#")]
+        lag = statistics.median(run["lag"] for run in about if all(f"--{flag}" in run["command"] for flag in setting.split()))
+        seconds, steps = zip(*(min((tuple(point[:2]) for point in points if point[2] >= 75), default=(np.inf, np.inf)) for points in runs))
+        rows.append([str(ranks), str(games), f"{ranks * samples:,}", f"{lag:.1f}", ", ".join(f"{step / 1000:.0f}k" for step in sorted(steps)),
+                     f"{statistics.median(steps) / (ranks * samples):.0f}", f"{statistics.median(seconds):.0f}"])  # fmt: skip
+    columns = ("games of each", "samples in an update", "lag", "steps of all to 75, three seeds", "updates, median", "seconds, median")
+    return table(["processes", *columns], rows)
+
+
 HALF_HOUR = 1800  # seconds; of a run that was resumed later ones do not count
 # Sample Factory's paper after 25 million frames, mean of ten seeds with 36 workers (read off its curves; deadly_corridor x 100, its scale)
 PAPER = dict(my_way_home=0.54, deadly_corridor=532, defend_the_center=18.7, health_gathering=21.0, defend_the_line=24.6)
@@ -226,6 +243,7 @@ def settings_table(env_id: str, *goals: float) -> str:
 
 
 TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, ranks=ranks_table, half_hour=half_hour_table,
+              ranks_learning=ranks_learning_table,
               peers_dmlab=partial(peers_table, "peers_dmlab"),
               throughput=throughput_table, parts=parts_table, null=null_table, policies=policies_table, self_play=self_play_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
