@@ -14,7 +14,7 @@
 # ///
 """Asynchronous PPO with V-trace for several policies at once on ViZDoom: populations, bots, self-play and matches.
 
-    python appo_pbt_doom.py --env-id duel --num-policies 4 --with-pbt
+    python appo_pbt_doom.py --env-id duel --num-policies 4 --with-pbt --total-timesteps 20000000
     python appo_pbt_doom.py --experiment NAME --evaluate      # all policies against all
 
 On 2 cores of an AMD EPYC (Zen 3, no GPU) two policies learned `duel` from each other in a small arena for 65 minutes.
@@ -282,6 +282,9 @@ def resolve(args: Args) -> Args:
         raise UserError("--max-batches-ahead 0 needs --num-policies 1: several could wait for each other for ever")
     if args.with_pbt and P == 1:
         raise UserError("--with-pbt needs more than one policy: --num-policies")
+    if args.with_pbt and args.pbt_start_mutation >= args.total_timesteps:
+        raise UserError(f"--with-pbt: the run ends after --total-timesteps {args.total_timesteps:,}, before the first "
+                        f"exchange at --pbt-start-mutation {args.pbt_start_mutation:,}")  # fmt: skip
     scenario = not args.cfg_path and SCENARIOS.get(args.env_id) or Scenario("", (), ())
     if args.pbt_target_objective is None:
         args.pbt_target_objective = "wins" if scenario.agents > 1 else "frags" if scenario.match else "return"

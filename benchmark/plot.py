@@ -70,6 +70,12 @@ def read_json(name: str):
     return json.loads((RESULTS / name).read_text())
 
 
+def about(file: Path, setting: str) -> list[dict]:
+    """What the file says of each run with these flags: its machine, precision, mean lag, ..."""
+    runs = [json.loads(line[1:]) for line in open(file) if line.startswith("#")]
+    return [run for run in runs if all(f"--{flag}" in run["command"].split() for flag in setting.split())]
+
+
 # ---- tables: name -> markdown
 
 
@@ -135,9 +141,7 @@ def ranks_learning_table() -> str:
         (1, ("num-workers=2 batch-size=1024", 32, 1024)), (2, ("num-workers=1 batch-size=512", 16, 512)), (1, small), (2, small), (4, small),
     ):  # fmt: skip
         file = RESULTS / f"seeds_ranks_{ranks}.csv"
-        runs = read_settings(file)[setting].values()
-        about = [json.loads(line[1:]) for line in open(file) if line.startswith("#")]
-        lag = statistics.median(run["lag"] for run in about if all(f"--{flag}" in run["command"] for flag in setting.split()))
+        runs, lag = read_settings(file)[setting].values(), statistics.median(run["lag"] for run in about(file, setting))
         seconds, steps = zip(*(min((tuple(point[:2]) for point in points if point[2] >= 75), default=(np.inf, np.inf)) for points in runs))
         rows.append([str(ranks), str(games), f"{ranks * samples:,}", f"{lag:.1f}", ", ".join(f"{step / 1000:.0f}k" for step in sorted(steps)),
                      f"{statistics.median(steps) / (ranks * samples):.0f}", f"{statistics.median(seconds):.0f}"])  # fmt: skip
@@ -176,10 +180,12 @@ def published(env_id: str, step: float) -> str:
 def half_hour_table() -> str:
     rows, at_random = [], random_returns()
     for env_id, points in half_hour().items():
-        step, value = points[-1, 1:]
+        step, value = points[-1, 1], points[points[:, 0] > 0.9 * HALF_HOUR, 2].mean()
+        file = RESULTS / f"half_hour_{'atari' if env_id.endswith('-v5') else 'doom'}.csv"
+        (run,) = about(file, f"env-id={env_id}")
         rows.append([f"`{env_id}`", f"{at_random[env_id]:.2f}", f"**{value:.2f}**", f"{points[:, 2].max():.2f}", f"{4 * step / 1e6:.1f}",
-                     published(env_id, step)])  # fmt: skip
-    return table(["", "random actions", "return after half an hour", "highest", "million frames", "published (frames)"], rows)
+                     published(env_id, step), run["precision"]])  # fmt: skip
+    return table(["", "random actions", "return after half an hour", "highest", "million frames", "published (frames)", "encoder in"], rows)
 
 
 def throughput_table() -> str:
@@ -238,8 +244,11 @@ def self_play_table() -> str:
     return table(["policy", "against", "wins", "losses", "ties", "wins of the decided", "frags a game", "deaths"], rows)
 
 
-def settings_table(env_id: str, *goals: float) -> str:
-    return compare_settings(read_settings(RESULTS / f"seeds_{env_id}.csv"), goals)
+def settings_table(env_id: str, *goals: float, steps: float = np.inf) -> str:
+    """`steps`: how many of each run count."""
+    runs = read_settings(RESULTS / f"seeds_{env_id}.csv")
+    return compare_settings({setting: {seed: points[points[:, 1] <= steps] for seed, points in seeds.items()}
+                             for setting, seeds in runs.items()}, goals)  # fmt: skip
 
 
 TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, ranks=ranks_table, half_hour=half_hour_table,
@@ -247,7 +256,7 @@ TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, r
               peers_dmlab=partial(peers_table, "peers_dmlab"),
               throughput=throughput_table, parts=parts_table, null=null_table, policies=policies_table, self_play=self_play_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
-              settings_sync=partial(settings_table, "sync", 0, 50, 75),
+              settings_sync=partial(settings_table, "sync", 0, 50, 75, steps=90_000),
               settings_lag=partial(settings_table, "lag", 5, 10),
               settings_health=partial(settings_table, "health_gathering", 10, 20),
               settings_defend=partial(settings_table, "defend_the_center", 5, 10, 15))  # fmt: skip

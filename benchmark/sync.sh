@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `basic` with --sync, three seeds, to lay beside the asynchronous curves of learning_basic.sh.
-# Machine: 2 cores without a GPU; takes about 10 minutes. Expected: a return of 75 within 120,000 steps, later than without --sync.
+# Machine: 2 cores without a GPU; takes about 7 minutes. Expected: a return of 75 within 120,000 steps, later than without --sync.
 # Usage: benchmark/sync.sh [FRESH FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

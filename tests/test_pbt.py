@@ -639,6 +639,7 @@ def test_a_game_of_pettingzoo(start, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags, answer", [
     ("--with-pbt --num-policies 1", "--with-pbt needs more than one policy"),
+    ("--with-pbt --total-timesteps 5000000", "before the first exchange at --pbt-start-mutation 5,000,000"),
     ("--num-policies 3", "are not divisible by --num-policies 3"),
     ("--policy-settings 1:learning_rat=1", "did you mean learning_rate"),
     ("--policy-settings 5:learning_rate=1", "not a policy, a name, a number"),

@@ -23,12 +23,14 @@ from edited import ROOT, edited
 sys.path.insert(0, str(ROOT / "benchmark"))
 import animation  # noqa: E402
 import plot  # noqa: E402
+import seeds  # noqa: E402
 
 README, MEASUREMENTS = (ROOT / "README.md").read_text(), (ROOT / "benchmark" / "README.md").read_text()
 TEXTS = {"README.md": README, "benchmark/README.md": MEASUREMENTS}
-FLAGS = {"help", "logdir", "no-deps"} | {
+FLAGS = {"help", "logdir", "no-deps", "shm-size"} | {
     prefix + field.name.replace("_", "-")
-    for options in (appo_doom.Args, appo_atari.Args, appo_dmlab.Args, appo_pbt_doom.Args, dummy_sampler.Options, animation.Options)
+    for options in (appo_doom.Args, appo_atari.Args, appo_dmlab.Args, appo_pbt_doom.Args, dummy_sampler.Options, animation.Options,
+                    seeds.Options)
     for field in fields(options)
     for prefix in (("", "no-") if field.type is bool else ("",))
 }
