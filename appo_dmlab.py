@@ -647,8 +647,8 @@ def make_envs(args: Args, num_envs: int, first_row: int = 0) -> gym.vector.Vecto
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image in a Dict as `obs`
     beside a float `vector` as in `LabEnv`, and take Discrete or MultiDiscrete actions. No game is started before
-    `reset`. In every step's `info` there may be what `LabEnv` has, and `game_over`, a bool, where the end of an episode
-    is not the end of the game.
+    `reset`. In every step's `info` there may be what `LabEnv` has, and `game_over`, a bool: False where an episode
+    ends and the game goes on. Actors cannot start processes of multiprocessing (AsyncVectorEnv).
     """
     numbers = task_numbers(args)[first_row : first_row + num_envs]
     envs = [functools.partial(LabEnv, args, int(number)) for number in numbers]
@@ -1105,6 +1105,8 @@ class Games:
         S = args.worker_num_splits
         n = args.num_envs_per_worker // S
         self.args, self.worker, self.mailbox, self.seed, self.n = args, worker, mailbox, seed, n
+        random.seed(seed)  # for games that use these: forked actors would all have the same numbers
+        np.random.seed(seed)
         starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
         self.rows = [slice(start, start + n) for start in starts]
         self.splits = [make_envs(args, n, start) for start in starts]
@@ -1127,7 +1129,7 @@ class Games:
     def step(self, split: int) -> None:
         r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
         first = self.ended[split].copy()
-        action = mailbox.action[r].reshape(envs.action_space.shape)
+        action = mailbox.action[r].reshape(envs.action_space.shape).copy()  # the game may keep it
         observation, reward, terminated, truncated, info = envs.step(action)
         self.write(r, observation)
         raw_reward = info.get("raw_reward", reward)
@@ -1176,6 +1178,7 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
         os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
     os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
     torch.set_num_threads(1)
+    torch.manual_seed(seed)
     try:
         numpy, S = mailbox.numpy(), args.worker_num_splits
         games = Games(args, worker, numpy, seed)
@@ -1854,6 +1857,9 @@ GAME, NETWORK = ("env_id", "extended_action_set"), ("encoder", "rnn_type", "hidd
 def parse_args() -> tuple[Args, Path]:
     """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
     args = tyro.cli(Args)
+    for name in ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video"):
+        if getattr(args, name) != getattr(Args, name) and not args.evaluate:
+            raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
     if args.experiment is None and args.evaluate:
         raise UserError("--evaluate needs the name of an --experiment")
     if dist.is_initialized() and (args.evaluate or args.fill_level_cache):
@@ -2169,7 +2175,7 @@ def train(typed: Args, folder: Path) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    writer = None if rank else SummaryWriter(str(folder), flush_secs=10)
+    writer = None if rank else SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
     if writer:
         writer.add_text("args", json.dumps(asdict(args), indent=2))
     try:

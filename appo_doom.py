@@ -494,10 +494,12 @@ class DoomEnv(gym.Env):
 def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     """The environments of one split of a worker. Edit this function to train on something else.
 
-    What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image, alone or in a Dict
-    as `obs` beside a float `vector` (concatenate several), and take Discrete or MultiDiscrete actions. No game is
-    started before `reset`. In every step's `info` there may be `raw_reward`, a float that scores are sums of, and
-    `game_over`, a bool, where the end of an episode is not the end of the game.
+    What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image [height, width,
+    channels], at least 36 x 36, alone or in a Dict as `obs` beside a float `vector` (concatenate several), and take
+    Discrete or MultiDiscrete actions. No game is started before `reset`. In every step's `info` there may be
+    `raw_reward`, a float that scores are sums of, and `game_over`, a bool: False where an episode ends and the game
+    goes on, as after a lost life. Actors cannot start processes of multiprocessing (AsyncVectorEnv). Where games need
+    no room in /dev/shm, GAME_SHARED_MEMORY is 0.
     """
     envs = [lambda: DoomEnv(args.env_id, args.frameskip, args.cfg_path)] * num_envs
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
@@ -705,7 +707,7 @@ class Agent(nn.Module):
             x = F.elu(self.fc(self.conv(x).permute(0, 2, 3, 1).flatten(1)), inplace=True)
         x = x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
         if vector.shape[-1]:
-            x = torch.cat([x, self.vector_fc(self.vector_norm(vector))], dim=-1)
+            x = torch.cat([x, self.vector_fc(self.vector_norm(vector) if self.normalize else vector)], dim=-1)
         return x
 
     def forward(self, obs, vector, first, state, restarts=(0,)):
@@ -883,6 +885,8 @@ class Games:
         S = args.worker_num_splits
         n = args.num_envs_per_worker // S
         self.args, self.worker, self.mailbox, self.seed, self.n = args, worker, mailbox, seed, n
+        random.seed(seed)  # for games that use these: forked actors would all have the same numbers
+        np.random.seed(seed)
         self.splits = [make_envs(args, n) for _ in range(S)]
         starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
         self.rows = [slice(start, start + n) for start in starts]
@@ -905,7 +909,7 @@ class Games:
     def step(self, split: int) -> None:
         r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
         first = self.ended[split].copy()
-        action = mailbox.action[r].reshape(envs.action_space.shape)
+        action = mailbox.action[r].reshape(envs.action_space.shape).copy()  # the game may keep it
         observation, reward, terminated, truncated, info = envs.step(action)
         self.write(r, observation)
         raw_reward = info.get("raw_reward", reward)
@@ -949,6 +953,7 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
         os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
     os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
     torch.set_num_threads(1)
+    torch.manual_seed(seed)
     try:
         numpy, S = mailbox.numpy(), args.worker_num_splits
         games = Games(args, worker, numpy, seed)
@@ -1604,6 +1609,9 @@ GAME, NETWORK = ("env_id", "cfg_path"), ("rnn_type", "hidden_size", "normalize_i
 def parse_args() -> tuple[Args, Path]:
     """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
     args = tyro.cli(Args)
+    for name in ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video"):
+        if getattr(args, name) != getattr(Args, name) and not args.evaluate:
+            raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
     if args.experiment is None and args.evaluate:
         raise UserError("--evaluate needs the name of an --experiment")
     if args.evaluate and dist.is_initialized():
@@ -1887,7 +1895,7 @@ def train(typed: Args, folder: Path) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    writer = None if rank else SummaryWriter(str(folder), flush_secs=10)
+    writer = None if rank else SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
     if writer:
         writer.add_text("args", json.dumps(asdict(args), indent=2))
     try:

@@ -740,10 +740,11 @@ def make_env(args: Args):
     """One game. Edit this function to train on something else.
 
     What it returns has PettingZoo's parallel API: `possible_agents`, `observation_space`, `action_space`, `reset` and
-    `step` with dicts, `agents`, `render`, `close`. All agents have the same spaces: one uint8 image, alone or in a Dict
-    as `obs` beside a float `vector`, and Discrete or MultiDiscrete actions. No game is started before `reset`. In an
-    agent's info there may be `raw_reward`, a float that scores are sums of; `inactive`, True where its action does
-    nothing; and at the end the SCORES. If `shaping_of` names coefficients, it has `set_shaping`.
+    `step` with dicts, `agents`, `render`, `close`. All agents have the same spaces: one uint8 image [height, width,
+    channels], at least 36 x 36, alone or in a Dict as `obs` beside a float `vector`, and Discrete or MultiDiscrete
+    actions. No game is started before `reset`. In an agent's info there may be `raw_reward`, a float that scores are
+    sums of; `inactive`, True where its action does nothing; and at the end the SCORES. If `shaping_of` names
+    coefficients, it has `set_shaping`.
     """
     return DoomEnv(args.env_id, args.frameskip, args.cfg_path, args.scenario_dir)
 
@@ -986,7 +987,7 @@ class Agent(nn.Module):
             x = F.elu(self.fc(self.conv(x).permute(0, 2, 3, 1).flatten(1)), inplace=True)
         x = x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
         if vector.shape[-1]:
-            x = torch.cat([x, self.vector_fc(self.vector_norm(vector))], dim=-1)
+            x = torch.cat([x, self.vector_fc(self.vector_norm(vector) if self.normalize else vector)], dim=-1)
         return x
 
     def forward(self, obs, vector, first, state, restarts=(0,)):
@@ -1170,7 +1171,7 @@ class Seat:
         mailbox.inactive[r], mailbox.episode[r] = inactive, episode
 
     def action(self):
-        return self.mailbox.action[self.row].reshape(self.shape)
+        return self.mailbox.action[self.row].reshape(self.shape).copy()  # the game may keep it
 
 
 class Games:
@@ -1180,6 +1181,8 @@ class Games:
     def __init__(self, args: Args, worker: int, table: np.ndarray, mailboxes: list[SimpleNamespace], seed: int, log):
         """table [split, game, agent]: the policy that plays there; log: a function that a line can be given to."""
         self.args, self.worker, self.mailboxes, self.seed, self.log = args, worker, mailboxes, seed, log
+        random.seed(seed)  # for games that use these: forked actors would all have the same numbers
+        np.random.seed(seed)
         self.names = list(shaping_of(args))
         free = [iter(range(worker * rows // args.num_workers, rows)) for rows in (len(m.first) for m in mailboxes)]
         self.splits = [[(make_env(args), {}) for _ in split] for split in table]
@@ -1257,6 +1260,7 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
         os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
     os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
     torch.set_num_threads(1)
+    torch.manual_seed(seed)
     numpys, S, P = [mailbox.numpy() for mailbox in mailboxes], args.worker_num_splits, args.num_policies
     missing = [P] * S  # policies whose actions a split still waits for
 
@@ -1995,7 +1999,8 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
         torch.manual_seed(args.seed + index + learner.version)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
-    writer, stop_signals = SummaryWriter(str(folder), flush_secs=10), []
+    writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
+    stop_signals = []
     thread = threading.Thread(target=inference.run, args=(Replies(args, mailbox, reply_pipes),), daemon=True)
     orders = Control(control, learner, checkpoints, stop_signals)
     source = from_actors(orders, learner, args.batch_size // args.rollout, stop_signals)
@@ -2343,6 +2348,9 @@ GAME, NETWORK = (
 def parse_args() -> tuple[Args, Path]:
     """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
     args = tyro.cli(Args)
+    for name in ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video"):
+        if getattr(args, name) != getattr(Args, name) and not args.evaluate:
+            raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
     if args.experiment is None and args.evaluate:
         raise UserError("--evaluate needs the name of an --experiment")
     experiment = args.experiment or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"

@@ -137,6 +137,7 @@ BAD = {
     "--sync --num-workers 2 --batch-size 1056": r"--sync needs one rollout of every row: --batch-size 1056 is not 32 rows x 32 steps = 1024",
     "--sync --num-workers 2 --batch-size 2048": r"--sync needs one rollout of every row",
     "--evaluate": r"--evaluate needs the name of an --experiment",
+    "--experiment e --save-video": r"--save-video is for --evaluate",
     "--evaluate --experiment nothing": r"there is no experiment in",
 }
 

@@ -109,6 +109,19 @@ def check_rollout(rollout: dict, T: int) -> tuple[int, int, int]:
     return me, int((~rollout["first"][1:]).sum()), ends
 
 
+def test_games_of_different_actors_draw_different_numbers_and_may_keep_actions(tmp_path):
+    vector = "np.array([self.me, self.episode, self.count, self.length], np.float32)"
+    draws = COUNTING.replace(vector, "np.array([np.random.random(), random.random(), torch.rand(()), self.changed], np.float32)")
+    draws = draws.replace("    def reset(", "    kept, changed = None, 0\n\n    def reset(", 1)
+    keep = "        self.changed += self.kept is not None and tuple(self.kept) != self.was\n        self.kept, self.was = action, tuple(action)\n"
+    draws = draws.replace("        self.count += 1\n", f"{keep}        self.count += 1\n")
+    with Pipeline(load(with_envs(tmp_path, "appo_draws", draws))) as pipeline:
+        rollouts = [rollout for _ in range(12) for rollout in pipeline.take()]
+    vectors = np.concatenate([rollout["vector"][:-1] for rollout in rollouts])  # the last observation is the next rollout's first
+    assert [len(np.unique(vectors[:, i])) for i in range(3)] == [len(vectors)] * 3, "also between the two actors"
+    assert not vectors[:, 3].any(), "an action does not change after its step"
+
+
 def test_rollouts_are_whole_ordered_and_unmixed(appo):
     with Pipeline(appo) as pipeline:
         by_environment = defaultdict(list)
