@@ -457,7 +457,7 @@ def test_a_population_trains_exchanges_stops_and_goes_on(start, tmp_path):
             assert two == one | dict(vf_coef=0.25), "typed anew for all policies, the others as they were"
     assert all(newest(folder)["global_step"] > step for folder, step in zip(policies, before))
     assert again["steps"] == [newest(folder)["global_step"] for folder in policies]
-    r = start("--total-timesteps", "100")
+    r = start("--total-timesteps", "301")
     assert r.wait(30) == 0 and "steps already; raise --total-timesteps to go on" in r.text()
     r = start("--evaluate", "--eval-episodes", "5")
     assert r.wait(90) == 0 and len(re.findall(r"policy [01]: 5 episodes, return -?[\d.]+ .*, kills [\d.]+", r.text())) == 2
