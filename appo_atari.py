@@ -112,7 +112,8 @@ class Args:
     full_action_space: bool = False  # all 18 actions instead of the game's own
     machado: bool = False
     """what Machado et al. (2018) recommend, instead of the five flags above: whole games, sticky actions 0.25, all 18
-    actions, no FIRE and only the one no-op that EnvPool always plays"""
+    actions, no FIRE and only the one no-op that EnvPool always plays. (Their own frameskip is 5, and games end after 5
+    minutes.)"""
     seed: int = 1  # of the network, of the action sampling and of the games
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
     train_for_seconds: float | None = None  # stop after this many seconds of this session

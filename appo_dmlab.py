@@ -113,7 +113,7 @@ class Args:
     """dmlab_30, a level by its name, with or without contributed/dmlab30/, several with commas between them, or one of
     Sample Factory's short names: dmlab_benchmark, dmlab_benchmark_slow_reset, dmlab_sparse, dmlab_sparse_doors,
     dmlab_nonmatch, dmlab_watermaze"""
-    extended_action_set: bool | None = None  # IMPALA's 15 actions instead of 9. Default: with dmlab_30
+    extended_action_set: bool | None = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9. Default: with dmlab_30
     one_task_per_worker: bool = False
     """with several tasks every worker plays a single one, so that slow levels do not hold up others, but fast levels
     get a larger share of the samples. Default: the games of a worker play one task after the other"""
@@ -276,6 +276,7 @@ def resolve(args: Args) -> Args:
 ENGINE, TICKS_PER_SECOND = "deepmind_lab", 60
 GAME_SHARED_MEMORY = 0  # bytes of /dev/shm that a game takes
 IMAGE = (72, 96, 3)  # height, width, RGB
+DISK_RESERVE = 2 * 2**30  # bytes that the level cache leaves free, for checkpoints
 WORDS, VOCABULARY = 16, 1000  # words of an instruction that are read, and their numbers: 0 for none, 1 to 999
 
 
@@ -417,6 +418,8 @@ def make_lab(args: Args, name: str, **where):
     config = dict(width=str(IMAGE[1]), height=str(IMAGE[0]), appendCommand="+set net_enabled 0")  # no network ports
     if args.dataset_path:
         config["datasetPath"] = args.dataset_path
+    if args.renderer == "hardware":
+        config["gpuDeviceIndex"] = args.device.partition(":")[2] or "0"  # else all games of all ranks render on GPU 0
     if level.endswith("_test"):
         config["allowHoldOutLevels"] = "true"
     if args.evaluate:
@@ -549,13 +552,15 @@ class LevelCache:
         self.seconds += time.perf_counter() - self.began
         temporary = self.folder / f"{key}.{os.getpid()}.tmp"
         try:  # under another name first: a map is whole or absent
+            if shutil.disk_usage(self.folder).free < DISK_RESERVE:
+                raise OSError("the rest is for checkpoints")
             shutil.copyfile(pk3_path, temporary)
             os.replace(temporary, self.folder / f"{key}.pk3")
             self.saved += 1
             if self.seed:  # not of levels that compile maps within an episode, which are not chosen by what is there
                 with open(self.seeds, "a") as file:
                     file.write(f"\n{self.seed}")
-        except OSError:  # the disk is full: go on without
+        except OSError:  # the disk is nearly full: go on without
             self.unsaved += 1
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -1851,7 +1856,8 @@ def evaluate(args: Args, folder: Path) -> list[float]:
 SESSION = ("train_for_seconds", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video",
            "fill_level_cache")  # fmt: skip
 # must match the checkpoint's; the tasks to be evaluated on may be some of them
-GAME, NETWORK = ("env_id", "extended_action_set"), ("encoder", "rnn_type", "hidden_size", "normalize_input")
+GAME, NETWORK = (("env_id", "extended_action_set", "normalize_returns"),
+                 ("encoder", "rnn_type", "hidden_size", "normalize_input"))  # fmt: skip
 
 
 def parse_args() -> tuple[Args, Path]:
@@ -2002,7 +2008,7 @@ class Reporter:
                 bottleneck = "compiling maps (--fill-level-cache)"
         if change["unsaved"] and not self.warned:
             self.warned = True
-            self.log("warning: a map or its seed could not be saved (is the disk full?); the run goes on without")
+            self.log("warning: a map or its seed was not saved (is the disk nearly full?); the run goes on without")
         text = f"{fps:,.0f} frames/s, {self.text}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
         self.bar.set_postfix_str(text)
         self.log(f"step {step:,}: {text}", self.bar.disable)

@@ -2348,8 +2348,8 @@ GAME, NETWORK = (
 def parse_args() -> tuple[Args, Path]:
     """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
     args = tyro.cli(Args)
-    for name in ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video"):
-        if getattr(args, name) != getattr(Args, name) and not args.evaluate:
+    for name in SESSION[2:]:  # what only evaluation uses
+        if getattr(args, name) != getattr(Args(), name) and not args.evaluate:
             raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
     if args.experiment is None and args.evaluate:
         raise UserError("--evaluate needs the name of an --experiment")

@@ -363,6 +363,13 @@ def test_a_full_disk_is_counted_and_survived(tmp_path, monkeypatch):
     assert len({one.next_seed(rng) for _ in range(3)}) == 3 and one.unsaved == 4
 
 
+def test_some_room_is_left_for_checkpoints(tmp_path, monkeypatch):
+    one = cache(tmp_path)
+    monkeypatch.setattr(appo, "DISK_RESERVE", 2**60)
+    store(one, tmp_path, 1)
+    assert one.unsaved == 1 and one.saved == 0 and not list((tmp_path / "cache").iterdir())
+
+
 def test_a_run_compiles_each_map_once(env, tmp_path):
     """Two games of one experiment and one of another; what is compiled is told in info."""
     one, other = (env(env_id="explore_object_locations_small", experiment=name) for name in ("e", "f"))

@@ -638,6 +638,7 @@ def test_a_game_of_pettingzoo(start, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, answer", [
+    ("--opponents other", "--opponents is for --evaluate"),
     ("--with-pbt --num-policies 1", "--with-pbt needs more than one policy"),
     ("--with-pbt --total-timesteps 5000000", "before the first exchange at --pbt-start-mutation 5,000,000"),
     ("--num-policies 3", "are not divisible by --num-policies 3"),
