@@ -1997,6 +1997,7 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
             learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
         torch.manual_seed(args.seed + index + learner.version)
+        log(f"resuming at step {learner.global_step:,}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
@@ -2234,14 +2235,15 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     if args.save_video:
         import imageio.v2 as imageio
     names, agents, frameskips = [], [], set()
-    for place in (folder, *(Path(args.train_dir) / name for name in args.opponents)):
+    for experiment in (args.experiment, *args.opponents):
+        place = Path(args.train_dir) / experiment
         for policy in args.eval_policies or range(Args(**saved_args(place)).num_policies):
             changes = asdict(args)
             if place != folder:  # of another experiment its own, but for these
                 changes = {name: changes[name] for name in ("device", "seed", "precision", *GAME)}
             agent, used, _ = load_agent(place, policy, args.load_checkpoint_kind, **changes)
             frameskips.add(used.frameskip)
-            names.append(f"{place.name}/{policy}" if args.opponents else f"{policy}")
+            names.append(f"{experiment}/{policy}" if args.opponents else f"{policy}")
             agents.append(agent)
     if len(frameskips) > 1:
         raise UserError(f"--opponents: these were trained with different frameskips: {frameskips}")

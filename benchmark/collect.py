@@ -12,13 +12,14 @@ first 20 s after a run's first report. Returns are raw: those that Sample Factor
 where they are shaped, the kills in its TensorBoard stand for them.
 """
 
+import contextlib
 import csv
 import datetime
 import json
 import re
 import statistics
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +31,11 @@ SF_SCALE = {"doom_basic": 0.01}  # of the return that Sample Factory logs
 
 def machine_and_engines() -> dict[str, str | int]:
     """With the commit and the date of now: collect before anything else is checked out."""
-    return machine() | {name: version(name) for name in ("vizdoom", "envpool")}
+    found = machine()
+    for name in ("vizdoom", "envpool", "deepmind_lab"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tuple[float, int, float | None]]:
@@ -94,14 +99,14 @@ def read(folder: Path):
 def main() -> None:
     kind, out, folders = sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]]
     if kind == "curves" or "/" in kind:
+        rows = []
+        for folder in folders:
+            for seconds, step, value in read(folder) if kind == "curves" else read_events(folder, kind, kind):
+                if value is not None:
+                    rows.append([folder.name, round(seconds, 1), step, round(value, 2)])
         with open(out, "w", newline="") as file:
             file.write("# " + json.dumps(machine_and_engines()) + "\n")
-            writer = csv.writer(file)
-            writer.writerow(["run", "seconds", "step", "return"])
-            for folder in folders:
-                for seconds, step, value in read(folder) if kind == "curves" else read_events(folder, kind, kind):
-                    if value is not None:
-                        writer.writerow([folder.name, round(seconds, 1), step, round(value, 2)])
+            csv.writer(file).writerows([["run", "seconds", "step", "return"], *rows])
         return
     rates = {}
     for folder in folders:

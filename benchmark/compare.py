@@ -37,9 +37,13 @@ def rate(checkout: Path, script: str, env_id: str, seconds: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(checkout.resolve() / script), "--env-id", env_id, "--num-workers", "2", "--num-envs-per-worker", "16"]
         flags = ["--device", "cpu", "--train-for-seconds", str(seconds), "--train-dir", folder, "--experiment", "run"]
-        subprocess.run(command + flags, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(command + flags, check=True, stdout=subprocess.DEVNULL)
         events = EventAccumulator(str(Path(folder) / "run")).Reload().Scalars("charts/SPS")[2:]
     return 4 * (events[-1].step - events[0].step) / (events[-1].wall_time - events[0].wall_time)
+
+
+def commit(checkout: Path) -> str:
+    return subprocess.run(["git", "-C", checkout, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:
@@ -52,7 +56,8 @@ def main() -> None:
             for side in ("old", "new") if i % 2 == 0 else ("new", "old"):
                 rates[family][side].append(round(rate(getattr(options, side), *game, options.seconds)))
             print(i, family, {side: found[-1] for side, found in rates[family].items()}, flush=True)
-    result = dict(machine=machine(), rounds=options.rounds, seconds=options.seconds, frames_per_second=rates, median_ratio={})
+    result = dict(machine=machine() | dict(commit=commit(options.new)), old_commit=commit(options.old), rounds=options.rounds,
+                  seconds=options.seconds, frames_per_second=rates, median_ratio={})  # fmt: skip
     for family, found in rates.items():
         ratios = [new / old for old, new in zip(found["old"], found["new"])]
         result["median_ratio"][family] = round(statistics.median(ratios), 3)

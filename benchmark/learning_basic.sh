@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-runs/learning_basic}")
 mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
 for seed in 1 2 3; do
-    python "$here/../appo_doom.py" --env-id basic --seed "$seed" --total-timesteps 160000 --num-workers 2 --train-dir "$out" \
+    python "$here/../appo_doom.py" --env-id basic --seed "$seed" --total-timesteps 160000 --num-workers 2 --device cpu --train-dir "$out" \
         --experiment "ours_$seed"
     SF_PYTHON=${SF_PYTHON:-python} "$here/sample_factory.sh" 330 doom_basic "$seed" "$out/sf_$seed"
 done

@@ -9,7 +9,7 @@ out=$(realpath -m "${1:-runs/learning_battle}")
 export SF_PYTHON=${SF_PYTHON:-python}
 mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
 ours() {
-    python "$here/../appo_doom.py" --env-id battle --seed "$1" --total-timesteps 650000 --num-workers 2 --train-dir "$out" \
+    python "$here/../appo_doom.py" --env-id battle --seed "$1" --total-timesteps 650000 --num-workers 2 --device cpu --train-dir "$out" \
         --experiment "ours_$1"
 }
 for seed in 1 2 3; do

@@ -274,6 +274,12 @@ def with_tables(readme: str) -> str:
 # ---- figures
 
 
+def machine_of(name: str) -> str:
+    """On which a CSV file of results/ was made."""
+    about = json.loads(next(line for line in open(RESULTS / name) if line.startswith("#"))[1:])
+    return f"{about['cores']} cores, {'no GPU' if about['gpu'] == 'none' else about['gpu']}"
+
+
 def curves(plt, title: str, goal: float | None, out: str, *names: str, without: str = "", unit: tuple = (1000, "thousand")) -> None:
     systems = {system: seeds for system, seeds in read_curves(*names).items() if system != without}
     if "ours" not in systems:  # not run yet
@@ -295,7 +301,7 @@ def curves(plt, title: str, goal: float | None, out: str, *names: str, without: 
             axis.axhline(goal, color="black", linewidth=0.8, alpha=0.6)
     axes[0].set_ylabel("mean raw return, last 100 episodes")
     axes[1].legend(loc="best", fontsize=8)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(f"{title}; {machine_of(names[0])}", fontsize=11)
     figure.savefig(RESULTS / out, dpi=130)
 
 
@@ -369,7 +375,7 @@ def panels(plt) -> None:
     runs, at_random = half_hour(), random_returns()
     columns = min(5, len(runs))
     lines = -(-len(runs) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(9, 1.9 * lines + 0.3), sharex=True, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(lines, columns, figsize=(9, 1.9 * lines + 0.3), squeeze=False, layout="constrained")
     for axis, (env_id, points) in zip(axes.flat, runs.items()):
         axis.plot(points[:, 0] / 60, points[:, 2], color=STYLE["ours"][1], linewidth=1.4)
         axis.axhline(at_random[env_id], color="black", linestyle=":", linewidth=1)
@@ -379,7 +385,8 @@ def panels(plt) -> None:
     for axis in axes.flat[len(runs) :]:
         axis.set_visible(False)
     figure.supxlabel("minutes", fontsize=8)
-    figure.suptitle("mean raw return of the last 100 episodes (dotted: random actions), default flags, one seed, 2 cores", fontsize=10)
+    figure.suptitle("mean raw return of the last 100 episodes (dotted: random actions), default flags, one seed; "
+                    f"{machine_of('half_hour_doom.csv')}", fontsize=10)  # fmt: skip
     figure.savefig(RESULTS / "half_hour.png", dpi=130)
 
 
@@ -390,6 +397,8 @@ def combinations(plt, curves: dict[str, dict[int, np.ndarray]], out: Path) -> No
         flags = setting.split()
         env_id = next((flag for flag in flags if flag.startswith("env-id=")), "")
         panels[env_id][" ".join(flag for flag in flags if flag != env_id) or "default"] = runs
+    if not panels:
+        sys.exit(f"error: no run is finished in {out.parent}")
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(max(6, 3.2 * columns), 2.8 * lines), squeeze=False, layout="constrained")
@@ -513,17 +522,17 @@ def main() -> None:
     peers(plt)
     seeds(plt)
     panels(plt)
-    curves(plt, "basic, three seeds each, 2 cores without a GPU", 75, "learning_basic.png", "learning_basic.csv")
-    curves(plt, "battle, 2 cores without a GPU", 10, "learning_battle.png", "learning_battle.csv")
+    curves(plt, "basic, three seeds each", 75, "learning_basic.png", "learning_basic.csv")
+    curves(plt, "battle", 10, "learning_battle.png", "learning_battle.csv")
     battle(plt)
     curves(plt, "basic: asynchronous and synchronous", 75, "sync.png", "learning_basic.csv", "sync.csv", without="sf")
-    curves(plt, "defend_the_center, --learning-rate 1e-4, 2 cores without a GPU", 10, "learning_defend.png", "learning_defend.csv")
+    curves(plt, "defend_the_center, --learning-rate 1e-4", 10, "learning_defend.png", "learning_defend.csv")
     if (log := RESULTS / "pbt_basic.csv").exists():
         population(plt, "basic: four policies, three of which start with a ruinous learning rate", log, RESULTS / "pbt_basic.png")
-    curves(plt, "DeepMind Lab: rooms_collect_good_objects_train, 2 cores without a GPU", None, "learning_dmlab.png", "learning_dmlab.csv")
+    curves(plt, "DeepMind Lab: rooms_collect_good_objects_train", None, "learning_dmlab.png", "learning_dmlab.csv")
     popart(plt, "rooms_collect_good_objects_train", "rooms_exploit_deferred_effects_train")
     for game, goal in (("pong", 18), ("breakout", None)):
-        curves(plt, f"{game.capitalize()}, default flags, 2 cores without a GPU", goal, f"learning_{game}.png", f"learning_{game}.csv",
+        curves(plt, f"{game.capitalize()}, default flags", goal, f"learning_{game}.png", f"learning_{game}.csv",
                f"cleanrl_{game}.csv", unit=(1e6, "million"))  # fmt: skip
     README.write_text(with_tables(README.read_text()))
 

@@ -37,8 +37,7 @@ def rate(command: list[str], options: Options) -> float:
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--env-id", options.env_id, "--num-workers", "2", "--num-envs-per-worker", "16", "--device", "cpu", "--train-for-seconds",
                  str(options.seconds), "--train-dir", folder, "--experiment", "run"]  # fmt: skip
-        subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:], *flags], check=True, stdout=subprocess.DEVNULL,
-                       stderr=subprocess.DEVNULL)  # fmt: skip
+        subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:], *flags], check=True, stdout=subprocess.DEVNULL)
         total, run = 0.0, Path(folder) / "run"
         for place in sorted(run.glob("policy_*")) or [run]:
             events = EventAccumulator(str(place)).Reload().Scalars("charts/SPS")[2:]

@@ -44,18 +44,17 @@ def random_returns(appo, env_id: str) -> np.ndarray:
 
 
 def main(out: tyro.conf.Positional[Path], runs: tyro.conf.Positional[list[Path]]) -> None:
+    rows = [["env_id", "episodes", "return", "standard_error"]]
+    for path in runs:
+        text = path.read_text()
+        appo = importlib.import_module(re.search(r"(appo_\w+)\.py", text)[1])
+        for env_id in dict.fromkeys(re.findall(r"^env-id=([^,\s]+)", text, re.M)):
+            returns = random_returns(appo, env_id)
+            rows.append([env_id, len(returns), round(returns.mean(), 3), round(returns.std(ddof=1) / len(returns) ** 0.5, 3)])
+            print(*rows[-1], flush=True)
     with open(out, "w", newline="") as file:
         file.write(f"# {json.dumps(machine())}\n")
-        writer = csv.writer(file)
-        writer.writerow(["env_id", "episodes", "return", "standard_error"])
-        for path in runs:
-            text = path.read_text()
-            appo = importlib.import_module(re.search(r"(appo_\w+)\.py", text)[1])
-            for env_id in dict.fromkeys(re.findall(r"^env-id=([^,\s]+)", text, re.M)):
-                returns = random_returns(appo, env_id)
-                row = [env_id, len(returns), round(returns.mean(), 3), round(returns.std(ddof=1) / len(returns) ** 0.5, 3)]
-                writer.writerow(row)
-                print(*row, flush=True)
+        csv.writer(file).writerows(rows)
 
 
 if __name__ == "__main__":

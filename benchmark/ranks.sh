@@ -1,16 +1,19 @@
-#!/bin/sh
+#!/usr/bin/env bash
 # Two ranks with one worker each beside one process with two workers, the same number of samples in an update: frames/s, three rounds in
-# alternation. Writes results/ranks.json, in which "ours" is the two ranks.
-set -eu
-cd "$(dirname "$0")/.."
-runs=$(mktemp -d)
-flags="--train-for-seconds 60 --total-timesteps 1000000000 --num-envs-per-worker 16 --train-dir $runs"
+# alternation. Machine: 2 cores; takes 15 minutes, and nothing else may run. Writes results/ranks.json, in which "ours" is the two ranks.
+# Usage: benchmark/ranks.sh [FRESH FOLDER]
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out=$(realpath -m "${1:-runs/ranks}")
+mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
+flags="--train-for-seconds 60 --total-timesteps 1000000000 --num-envs-per-worker 16 --device cpu"
 for round in 1 2 3; do
     for family in doom atari; do
         [ $family = doom ] && env=benchmark || env=Breakout-v5
-        python appo_$family.py --env-id $env $flags --num-workers 2 --batch-size 1024 --experiment ${family}_one_$round
-        torchrun --standalone --nproc-per-node 2 appo_$family.py --env-id $env $flags --num-workers 1 --batch-size 512 \
+        file="$here/../appo_$family.py"
+        python "$file" --env-id $env $flags --num-workers 2 --batch-size 1024 --train-dir "$out" --experiment ${family}_one_$round
+        torchrun --standalone --nproc-per-node 2 "$file" --env-id $env $flags --num-workers 1 --batch-size 512 --train-dir "$out" \
             --experiment ${family}_ours_$round
     done
 done
-python benchmark/collect.py rates benchmark/results/ranks.json "$runs"/*
+python "$here/collect.py" rates "$here/results/ranks.json" "$out"/*

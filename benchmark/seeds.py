@@ -13,11 +13,11 @@ choose one from ("sync,no-sync"). Every setting is combined with every value of 
 then the next seed. At most --parallel runs go at once, each on its own share of the cores (and with its own GPU, by CUDA_VISIBLE_DEVICES;
 where there are fewer GPUs than runs they share them).
 
-The same line again goes on: finished runs, whose curves are in OUT, are not made again, and one that was cut off resumes. A run that fails is
-reported with its last lines, and the others go on. Ctrl-C stops all, with checkpoints. With --report the table is printed and nothing is
-trained. With --slurm (pip install submitit) each run is a job of its own on Slurm, with these parameters of `submitit.AutoExecutor`, in a
-folder that all machines see; keep this script running, it collects the curves. Before a job's time is up its run is saved; the same line
-again resumes it. Where there is no Slurm, submitit runs them here.
+The same line again goes on: finished runs, whose curves are in OUT, are not made again, and one that was cut off resumes; another command
+wants another --folder. A run that fails is reported with its last lines, and the others go on. Ctrl-C stops all, with checkpoints. With
+--report the table is printed and nothing is trained. With --slurm (pip install submitit) each run is a job of its own on Slurm, with these
+parameters of `submitit.AutoExecutor`, in a folder that all machines see; keep this script running, it collects the curves. Before a job's
+time is up its run is saved; the same line again resumes it. Where there is no Slurm, submitit runs them here.
 
 Steps are compared, not minutes. Still, nothing else should run beside it: other work changes the policy lag, and with it what is learned
 from a step. OUT has the mean lag of each run.
@@ -82,40 +82,56 @@ def read_curves(out: Path) -> dict[str, dict[int, np.ndarray]]:
     return {setting: {seed: np.array(points) for seed, points in seeds.items()} for setting, seeds in curves.items()}
 
 
-class Run:
-    """One run, resumed if it was cut off, on share number `share` of this machine or, with an executor, on Slurm."""
+def commands_of(out: Path) -> dict[str, str]:
+    """Run -> the command that has made it, without seed and folder."""
+    found = [json.loads(line[2:]) for line in open(out) if line.startswith("# ")] if out.exists() else []
+    return {about["run"]: about["command"] for about in found}
 
-    def __init__(self, command: list[str], setting: str, seed: int, options: Options, share: int, executor):
+
+class Run:
+    """One run: a setting with a seed."""
+
+    def __init__(self, command: list[str], setting: str, seed: int, folder: Path):
         self.setting, self.seed = setting, seed
         self.name = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', setting).strip('_') or 'default'}_{seed}"
-        self.folder, self.output = options.folder / self.name, options.folder / f"{self.name}.txt"
-        self.command = [*command, *(f"--{flag}" for flag in setting.split()), "--seed", str(seed)]
-        command = [*self.command, "--train-dir", str(options.folder), "--experiment", self.name]
+        self.folder, self.output = folder / self.name, folder / f"{self.name}.txt"
+        self.command = [*command, *(f"--{flag}" for flag in setting.split())]
+        self.place = ["--seed", str(seed), "--train-dir", str(folder), "--experiment", self.name]
+
+    def check(self, finished: dict[str, str]) -> None:
+        """Exits when another command has made or begun the run. finished: run -> command"""
+        before = finished.get(self.name)
+        if (self.folder / "cfg.json").exists() and self.output.exists():
+            begun = [line[2:] for line in self.output.read_text().splitlines() if line.startswith("$ ")]
+            before = before or (begun[-1] if begun else None)
+        if before not in (None, " ".join(self.command)):
+            sys.exit(f"error: {self.name} is there, made by another command ({before}): choose another --folder")
+
+    def start(self, options: Options, share: int, executor) -> None:
+        """Resumed if it was cut off; on share number `share` of this machine or, with an executor, on Slurm."""
+        command = self.command + self.place
+        with open(self.output, "a") as output:
+            print("$", *self.command, file=output)
         if executor:
             self.process = Job(executor.submit(execute, command, str(self.output)))
             return
         cores = sorted(os.sched_getaffinity(0))
+        environment = os.environ | gpus(share, options.parallel) | dict(LOCAL_WORLD_SIZE=str(options.parallel))
         try:
             os.sched_setaffinity(0, part(cores, share, options.parallel))  # which the run inherits
             with open(self.output, "a") as output:
-                self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                                env=os.environ | gpus(share, options.parallel))  # fmt: skip
+                self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
         finally:
             os.sched_setaffinity(0, cores)
 
     def add_curve(self, out: Path) -> None:
         """Raises ValueError when the run has reported nothing."""
-        points = []
-        for seconds, step, value in read(self.folder):
-            while points and points[-1][1] >= step:  # learned again after the run was resumed
-                points.pop()
-            if value is not None:
-                points.append((round(seconds, 1), step, round(value, 3)))
+        points = [(round(seconds, 1), step, round(value, 3)) for seconds, step, value in read(self.folder) if value is not None]
         if not points:
             raise ValueError("no episode was over")
         resolved = json.loads((self.folder / "cfg.json").read_text())["resolved"]
         lag = statistics.mean(lag for _, _, lag in read_events(self.folder, "charts/SPS", "lag/mean"))
-        about = dict(run=self.name, command=" ".join(self.command[:-2]), precision=resolved["precision"], lag=round(lag, 2))
+        about = dict(run=self.name, command=" ".join(self.command), precision=resolved["precision"], lag=round(lag, 2))
         about |= machine_and_engines()
         new = not out.exists()
         with open(out, "a", newline="") as file:
@@ -128,7 +144,7 @@ class Run:
 
 def part(things: list, share: int, shares: int) -> list:
     """Share number `share` of them; a single one, which others have too, where there are fewer than shares."""
-    return things[share * len(things) // shares : (share + 1) * len(things) // shares] or [things[share % len(things)]]
+    return things[share * len(things) // shares : (share + 1) * len(things) // shares] or [things[share * len(things) // shares]]
 
 
 def gpus(share: int, shares: int) -> dict[str, str]:
@@ -183,17 +199,21 @@ def executor_for(parameters: list[str], folder: Path):
 
 def train(command: list[str], options: Options, out: Path) -> int:
     """Makes the runs that OUT does not have. Returns the number of those that failed."""
+    runs = [Run(command, setting, seed, options.folder) for seed in options.seeds for setting in combinations(options.settings, options.grid)]
+    finished, failed = commands_of(out), 0
+    for run in runs:
+        run.check(finished)
     options.folder.mkdir(parents=True, exist_ok=True)
-    curves, failed = read_curves(out), 0
+    out.parent.mkdir(parents=True, exist_ok=True)
     executor = executor_for(options.slurm, options.folder) if options.slurm is not None else None
-    waiting = [(setting, seed) for seed in options.seeds for setting in combinations(options.settings, options.grid)
-               if seed not in curves.get(setting, {})]  # fmt: skip
+    waiting = [run for run in runs if run.name not in finished]
     running: dict[int, Run] = {}  # by the share of the machine
     try:
         while waiting or running:
             for share in range(options.parallel):
                 if share not in running and waiting:
-                    running[share] = Run(command, *waiting.pop(0), options, share, executor)
+                    running[share] = waiting.pop(0)
+                    running[share].start(options, share, executor)
                     print(f"{time.strftime('%H:%M')} {running[share].name} began, {len(waiting)} are waiting", flush=True)
             time.sleep(0.2)
             for share, run in list(running.items()):
@@ -245,6 +265,8 @@ def table(curves: dict[str, dict[int, np.ndarray]], goals: list[float]) -> str:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal was closed, and there was no nohup
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which is off in a script's background jobs
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, command = tyro.cli(Options, args=sys.argv[1:split]), sys.argv[split + 1 :]

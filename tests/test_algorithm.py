@@ -147,9 +147,14 @@ def make_batch(appo, agent, T=6, B=4, mask=None, seed=1):
 
 @pytest.mark.parametrize("exploration", ["entropy", "symmetric_kl"])
 def test_loss_against_numpy(appo, exploration):
-    args, agent = make_agent(appo, exploration_loss=exploration, ent_coef=0.1)
+    args, agent = make_agent(appo, exploration_loss=exploration, ent_coef=0.1, vtrace_rho=1.4, vtrace_c=0.7, vtrace_lambda=0.8, clip_coef=0.3,
+                             vf_coef=0.7, gamma=0.9)  # fmt: skip
     batch = make_batch(appo, agent)
-    loss, *_ = appo.appo_loss(args, agent, batch)
+    batch.logprobs[0] -= 6  # beyond the band of the ratio
+    batch.logprobs[1] += 6
+    generator = torch.Generator().manual_seed(2)
+    batch = batch._replace(mask=batch.mask & (torch.rand(batch.mask.shape, generator=generator) < 0.7))  # the others are too old
+    loss, metrics, *_ = appo.appo_loss(args, agent, batch)
     with torch.no_grad():
         logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
     logprob = entropy = skl = 0
@@ -161,15 +166,25 @@ def test_loss_against_numpy(appo, exploration):
         skl = skl + 0.5 * ((p * (p / u).log()).sum(-1) + (u * (u / p).log()).sum(-1))
     ratio = (logprob - batch.logprobs).exp().clamp(0.05, 20)
     vs, advantage = direct_vtrace(ratio, values.double(), batch.rewards.double(), args.gamma * (~batch.terminated).double(),
-                                  ~batch.first[1:], 1.0, 1.0, 0.95)  # fmt: skip
+                                  ~batch.first[1:], 1.4, 0.7, 0.8)  # fmt: skip
     m = batch.mask.numpy()
     ratio, vs, advantage = ratio.numpy()[m], vs[:-1].numpy()[m], advantage.numpy()[m]
     advantage = (advantage - advantage.mean()) / advantage.std()
-    policy = -np.minimum(ratio * advantage, np.clip(ratio, 1 / 1.1, 1.1) * advantage).mean()
+    policy = -np.minimum(ratio * advantage, np.clip(ratio, 1 / 1.3, 1.3) * advantage).mean()
     new, old = values[:-1].double().numpy()[m], batch.values.numpy()[m]
     value = np.maximum((new - vs) ** 2, (old + np.clip(new - old, -args.ppo_clip_value, args.ppo_clip_value) - vs) ** 2).mean()
     explore = -entropy.numpy()[m].mean() if exploration == "entropy" else skl.numpy()[m].mean()
-    assert loss.item() == pytest.approx(policy + 0.5 * value + 0.1 * explore, rel=1e-4)
+    assert loss.item() == pytest.approx(policy + 0.7 * value + 0.1 * explore, rel=1e-4)
+    explained = metrics["losses/explained_variance"].item()
+    assert explained == pytest.approx(1 - ((vs - new) ** 2).mean() / vs.var(), rel=1e-4)
+
+
+def test_one_usable_sample(appo):
+    args, agent = make_agent(appo)
+    batch = make_batch(appo, agent)
+    alone = torch.zeros_like(batch.mask)
+    alone.view(-1)[batch.mask.flatten().nonzero()[0]] = True
+    assert torch.isfinite(appo.appo_loss(args, agent, batch._replace(mask=alone, size=1))[0])
 
 
 def test_masked_samples_take_no_part(appo):

@@ -603,7 +603,7 @@ def test_every_task_is_reported(run, tmp_path):
     from test_command_line import scalars
 
     r = run(*RUN[4:], "--num-workers", "1", "--num-envs-per-worker", "30", "--env-id", "dmlab_30", "--dataset-path", "dummy",
-            "--experiment", "e", "--total-timesteps", "6000", "--batch-size", "240", **with_stand_in())  # fmt: skip
+            "--experiment", "e", "--total-timesteps", "9000", "--batch-size", "240", **with_stand_in())  # fmt: skip
     assert r.wait(120) == 0, r.text()
     assert "1 game for each of 30 tasks: all have the same number of samples; 15 actions" in r.text()
     found = scalars(tmp_path / "e")

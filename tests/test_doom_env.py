@@ -1,5 +1,6 @@
 """The environments, on the installed engine, against Sample Factory's tables; what a worker makes of them; the files of games."""
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -390,9 +391,10 @@ def test_only_orphans_are_unlinked(child):
     names = [Path(f"/dev/shm/{kind}_test_{os.getpid()}_{i}") for i, kind in enumerate(("ViZDoomSM", "ViZDoomMQ", "ViZDoomSM", "other"))]
     orphan, opened, mapped, other = names
     try:
-        for path in names:
-            path.write_bytes(bytes(4096))
-        children = [child(OPENED.format(str(opened))), child(MAPPED.format(str(mapped)))]
+        with contextlib.ExitStack() as held:  # until the children have them: other tests unlink orphans, too
+            for path in names:
+                held.enter_context(open(path, "wb", buffering=0)).write(bytes(4096))
+            children = [child(OPENED.format(str(opened))), child(MAPPED.format(str(mapped)))]
         assert children[1].said == "True", "mapped, and not open"
         unlink_orphans()
         assert [path.exists() for path in names] == [False, True, True, True]

@@ -450,6 +450,7 @@ def test_a_population_trains_exchanges_stops_and_goes_on(start, tmp_path):
     goes_on(r)
     text = stop(r, os.killpg, signal.SIGTERM)  # as `timeout` and batch systems send it: the fork server dies at once
     assert "override: vf_coef 0.5 -> 0.25" in text and "0 actors restarted" in text
+    assert all(f"policy {index}: resuming at step {step:,}\n" in text for index, step in enumerate(before))
     again = json.loads((tmp_path / "e" / "population.json").read_text())
     assert again["session"] == saved["session"] + 1
     if again["exchanged"] == saved["exchanged"]:
@@ -592,15 +593,16 @@ def test_matches_between_checkpoints(start, tmp_path, monkeypatch, capsys):
     assert found and sum(map(int, found.groups()[:3])) == 4
     assert len(re.findall(r"policy [01]: 4 episodes, return", r.text())) == 2
     assert (tmp_path / "e" / "video.mp4").stat().st_size > 1000
-    shutil.copytree(tmp_path / "e", tmp_path / "f")
-    r = start("--evaluate", "--eval-episodes", "2", "--opponents", "f", "--eval-policies", "1", edits=[("time_limit=4 * 60 * 35", "time_limit=35")])
-    assert r.wait(120) == 0 and re.search(r"e/1 against f/1: \d wins, \d losses, \d ties", r.text()), r.text()
+    shutil.copytree(tmp_path / "e", tmp_path / "other" / "e")
+    r = start("--evaluate", "--eval-episodes", "2", "--opponents", "other/e", "--eval-policies", "1",
+              edits=[("time_limit=4 * 60 * 35", "time_limit=35")])  # fmt: skip
+    assert r.wait(120) == 0 and re.search(r"e/1 against other/e/1: \d wins, \d losses, \d ties", r.text()), r.text()
     r = start("--evaluate", "--eval-episodes", "2", "--env-id", "duel_bots", edits=[("time_limit=4 * 60 * 35", "time_limit=35")])
     assert r.wait(120) == 0 and len(re.findall(r"[01] against bots: \d wins, \d losses, \d ties", r.text())) == 2, r.text()
-    cfg = json.loads((tmp_path / "f" / "cfg.json").read_text())
+    cfg = json.loads((tmp_path / "other" / "e" / "cfg.json").read_text())
     cfg["args"]["frameskip"] = 2
-    (tmp_path / "f" / "cfg.json").write_text(json.dumps(cfg))
-    monkeypatch.setattr(sys, "argv", ["appo_pbt_doom.py", "--train-dir", str(tmp_path), "--experiment", "e", "--evaluate", "--opponents", "f"])
+    (tmp_path / "other" / "e" / "cfg.json").write_text(json.dumps(cfg))
+    monkeypatch.setattr(sys, "argv", ["appo_pbt_doom.py", "--train-dir", str(tmp_path), "--experiment", "e", "--evaluate", "--opponents", "other/e"])
     assert appo.main() == 2 and "were trained with different frameskips" in capsys.readouterr().err
 
 

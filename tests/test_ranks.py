@@ -187,7 +187,8 @@ def test_a_killed_rank_ends_all_and_torchrun_starts_them_again(start):
     r = start(launcher=(*TWO, "--max-restarts", "2"), edits=[(join, lost + late + join)])
     before = rank_pids(r)
     shares, cores = [os.sched_getaffinity(pid) for pid in before], os.sched_getaffinity(0)
-    assert set.union(*shares) == cores and (len(cores) == 1 or not set.intersection(*shares)), "cores of their own"
+    assert {len(share) for share in shares} == {max(1, len(cores) // 2)} and set.union(*shares) <= cores
+    assert len(cores) == 1 or not set.intersection(*shares), "cores of their own"
     os.kill(before[1], signal.SIGKILL)
     r.wait_for(lambda: "resuming" in r.text() and r.text().split("resuming")[1].count("frames/s") > 0, 60, "the restart")
     assert "rank 0: another rank has ended or cannot be reached" in r.text()

@@ -1,6 +1,8 @@
 """benchmark/seeds.py: settings and seeds, one run after the other or side by side, and what they reached."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,16 +26,25 @@ def line(tmp_path, *flags):
     return [sys.executable, ROOT / "benchmark" / "seeds.py", "--folder", tmp_path / "runs", *flags, "--", sys.executable, script, *SMALL]
 
 
+def another(command) -> str:
+    """What the script answers to the same runs with one flag more."""
+    done = subprocess.run([*command, "--vf-coef", "0.3"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    return done.stderr.partition(" (")[0]
+
+
 def test_settings_and_seeds(tmp_path):
     """Every setting is trained, what failed is said, a run that is cut off goes on, and the same line again makes only what is missing."""
     out, log = tmp_path / "out.csv", tmp_path / "runs" / "default_1" / "log.txt"
     command = line(tmp_path, "--out", out, "--seeds", "1", "--goals", "-1000", "1000", "--settings", "", "no-such-flag=1", "vf-coef=0.25")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (log.exists() and "frames/s" in log.read_text()):
-        time.sleep(0.1)
-    process.terminate()  # ends the run too, which saves
-    assert process.wait(30) == 143 and "stopped: " in log.read_text() and not out.exists()
+    for number, code in ((signal.SIGHUP, 129), (signal.SIGTERM, 143)):  # SIGHUP, which a test run under nohup would ignore: no terminal
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (log.exists() and "frames/s" in log.read_text().rpartition("stopped: ")[2]):
+            time.sleep(0.1)
+        process.send_signal(number)  # ends the run too, which saves
+        assert process.wait(30) == code and re.search(r"stopped: .*\n$", log.read_text()) and not out.exists()
+    assert another(command) == "error: default_1 is there, made by another command"
 
     first = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "resuming " in log.read_text() and first.returncode == 1
@@ -49,6 +60,8 @@ def test_settings_and_seeds(tmp_path):
     command.remove("no-such-flag=1")
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0 and "began" not in again.stdout and out.read_text() == before
+    shutil.rmtree(tmp_path / "runs")
+    assert another(command) == "error: default_1 is there, made by another command" and not (tmp_path / "runs").exists()
 
 
 def test_a_grid_side_by_side(tmp_path):
@@ -79,6 +92,7 @@ def test_shares_of_a_machine(monkeypatch):
     shares = [seeds.part(cores, share, 3) for share in range(3)]
     assert sum(shares, []) == cores and min(map(len, shares)) == 2
     assert [seeds.part(cores[:2], share, 3) for share in range(3)] == [[0], [0], [1]]
+    assert [seeds.part(cores[:2], share, 4) for share in range(4)] == [[0], [0], [1], [1]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert [seeds.gpus(share, 2)["CUDA_VISIBLE_DEVICES"] for share in range(2)] == ["4", "6"]
 

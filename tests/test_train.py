@@ -1,6 +1,10 @@
 """The real `train` over the counting environment, in this process: versions, lag, what a resumed run goes on with."""
 
+import contextlib
+import copy
 import itertools
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,13 +30,16 @@ def train(appo, tmp_path):
 
 @pytest.fixture
 def iterations(appo, monkeypatch):
-    """Of every iteration: the learner's version, and the versions, slots and environments of the batch."""
+    """Of every iteration: the learner's version, the versions and slots of the batch, the metrics, and the batch's environments."""
     seen, iterate = [], appo.Learner.iterate
 
     def spy(self, slots, timed_out):
         r = self.inference.rollouts
-        seen.append((self.version, r.versions[:, slots].copy(), slots.tolist(), r.vector[0, slots, 0].int().tolist()))
-        return iterate(self, slots, timed_out)
+        before = self.version, r.versions[:, slots].copy(), slots.tolist()
+        environments = r.vector[0, slots, 0].int().tolist()
+        metrics = iterate(self, slots, timed_out)
+        seen.append((*before, metrics, environments))
+        return metrics
 
     monkeypatch.setattr(appo.Learner, "iterate", spy)
     return seen
@@ -40,17 +47,20 @@ def iterations(appo, monkeypatch):
 
 @pytest.mark.parametrize("workers, splits", [(2, 2), (0, 2)])
 def test_sync_has_no_lag(train, iterations, workers, splits):
-    """Every sample of an iteration is by the newest version, every slot is used, and all rows have the same share."""
+    """Every sample of an iteration is by the newest version, every slot is used, and all rows have the same share. What acted is what
+    learns: all ratios are 1, with statistics of the inputs that have moved since the last iteration."""
     rows = max(1, workers) * 4
-    assert train(num_workers=workers, worker_num_splits=splits, sync=True, total_timesteps=600) == 0
-    assert len(iterations) > 5
-    for version, versions, slots, environments in iterations:
+    assert train(num_workers=workers, worker_num_splits=splits, sync=True, total_timesteps=600, precision="float32") == 0
+    learned = [metrics for *_, metrics, _ in iterations if "losses/approx_kl" in metrics]
+    assert len(learned) == len(iterations) - 1 > 5
+    assert all(metrics["losses/approx_kl"] < 1e-5 and metrics["losses/clipfrac"] == 0 for metrics in learned)
+    for version, versions, slots, _, environments in iterations:
         assert (versions == version).all()
         assert sorted(slots) == list(range(rows)) and len(set(environments)) == rows
     assert [version for version, *_ in iterations] == list(range(len(iterations)))
 
 
-def test_every_published_policy_has_a_version_of_its_own(appo, train, monkeypatch):
+def test_every_published_policy_has_a_version_of_its_own(appo, train, iterations, monkeypatch):
     """Two epochs: a version each. The first batch only initialises the statistics of the inputs: a version, too."""
     published, publish = [], appo.ActingPolicy.publish
 
@@ -60,7 +70,7 @@ def test_every_published_policy_has_a_version_of_its_own(appo, train, monkeypatc
 
     monkeypatch.setattr(appo.ActingPolicy, "publish", spy)
     assert train(num_epochs=2) == 0
-    assert len(published) > 10 and [version for version, _ in published] == list(range(1, len(published) + 1))
+    assert len(published) == 2 * len(iterations) - 1 > 10 and [version for version, _ in published] == list(range(1, len(published) + 1))
     for (_, one), (_, two) in itertools.pairwise(published):
         assert any((a != b).any() for a, b in zip(one, two)), "no policy is published twice"
 
@@ -87,8 +97,19 @@ def test_a_batch_without_a_usable_sample_is_no_update(appo):
     assert inference.free.qsize() == 3, "all have given their slots back"
 
 
+@pytest.mark.parametrize("norm, moves", [(1e-12, False), (0.0, True)])
+def test_the_gradient_is_clipped_unless_the_limit_is_0(train, tmp_path, norm, moves):
+    """Adam makes a step of any gradient that is large beside its eps of 1e-6. Biases begin at 0."""
+    assert train(max_grad_norm=norm) == 0
+    assert (newest(tmp_path)["agent"]["actor.bias"].abs().max() > 1e-4) == moves
+
+
+def checkpoints(folder) -> list:
+    return sorted((folder / "run" / "checkpoints").glob("checkpoint_*"))
+
+
 def newest(folder) -> dict:
-    return torch.load(sorted((folder / "run" / "checkpoints").glob("checkpoint_*"))[-1], weights_only=True)
+    return torch.load(checkpoints(folder)[-1], weights_only=True)
 
 
 def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(train, tmp_path, capsys):
@@ -99,7 +120,76 @@ def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(train, tmp_pa
     assert sorted(tmp_path.rglob("*")) == files
     assert train(total_timesteps=400) == 0
     assert f"resuming {tmp_path / 'run'} at step {before['global_step']:,}\n" in capsys.readouterr().out
-    assert newest(tmp_path)["global_step"] >= 400 and newest(tmp_path)["version"] > before["version"]
+    after = newest(tmp_path)
+    assert after["global_step"] >= 400 and after["version"] > before["version"]
+    for checkpoint in (before, after):
+        assert checkpoint["agent"]["vector_norm.count"] == checkpoint["global_step"], "statistics are of the valid samples"
+
+
+def test_a_resumed_run_goes_on_with_what_was_saved(appo, train, tmp_path, monkeypatch):
+    """The weights, Adam's moments, and the policy that acts."""
+    assert train() == 0
+    saved, seen, iterate = newest(tmp_path), [], appo.Learner.iterate
+
+    def spy(self, slots, timed_out):
+        acting = self.inference.acting.current
+        found = self.agent.state_dict(), acting.agent.state_dict(), self.optimizer.state_dict()["state"], acting.version
+        seen.append(copy.deepcopy(found))
+        return iterate(self, slots, timed_out)
+
+    monkeypatch.setattr(appo.Learner, "iterate", spy)
+    assert train(total_timesteps=400) == 0
+    agent, acting, moments, version = seen[0]
+    assert moments and version == saved["version"]
+    for got, expected in ((agent, saved["agent"]), (acting, saved["agent"]), (moments, saved["optimizer"]["state"])):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_the_best_is_kept(appo, train, tmp_path, monkeypatch):
+    clock, means = itertools.count(0.0, 40.0), itertools.chain([1.0, 5.0, 3.0], itertools.repeat(2.0))
+    monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: next(clock))))
+    monkeypatch.setattr(appo.Reporter, "update", lambda self, metrics: setattr(self, "returns", [next(means)] * 100) or True)
+    assert train() == 0
+    best = torch.load(tmp_path / "run" / "checkpoints" / "best.pth", weights_only=True)
+    assert (best["best_return"], best["version"]) == (5.0, 2) and newest(tmp_path)["best_return"] == 5.0
+
+
+def test_the_last_two_are_kept_and_whole(appo, train, tmp_path, monkeypatch):
+    assert train(save_every_sec=0.0) == 0
+    files, version = checkpoints(tmp_path), newest(tmp_path)["version"]
+    assert len(files) == 2 and version - 4 < int(files[0].name[11:20]) < int(files[1].name[11:20]) == version
+
+    def full(content, file):
+        with contextlib.nullcontext(file) if hasattr(file, "write") else open(file, "wb") as file:
+            file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(appo.torch, "save", full)
+    with pytest.raises(OSError):
+        train(total_timesteps=400)
+    assert checkpoints(tmp_path) == files and newest(tmp_path)["version"] == version
+
+
+def test_evaluation_keeps_its_state_and_plays_as_told(appo, train, tmp_path, monkeypatch):
+    assert train() == 0
+    folder, passes, played = tmp_path / "run", [], []
+    forward, step = appo.Agent.forward, appo.Games.step
+
+    def spy(self, obs, vector, first, state, *rest):
+        passes.append((state, *forward(self, obs, vector, first, state, *rest)))
+        return passes[-1][1:]
+
+    monkeypatch.setattr(appo.Agent, "forward", spy)
+    monkeypatch.setattr(appo.Games, "step", lambda self, split: (played.append(self.mailbox.action.copy()), step(self, split)))
+    args = appo.Args(**appo.saved_args(folder) | dict(eval_episodes=20, eval_deterministic=True))
+    assert len(appo.evaluate(args, folder)) == 20
+    assert len(passes) == len(played) > 5
+    for (_, _, _, state), (then, *_) in itertools.pairwise(passes):
+        assert torch.equal(state, then)
+    for (_, logits, *_), actions in zip(passes, played):
+        assert actions.T.tolist() == [head.argmax(-1).tolist() for head in logits[0].split((3, 4), -1)]
+    torch.save(newest(tmp_path) | dict(global_step=7), folder / "checkpoints" / "best.pth")
+    assert appo.load_agent(folder, "best")[2] == 7 and appo.load_agent(folder)[2] >= 200
 
 
 @pytest.mark.parametrize("damaged", [False, True])
