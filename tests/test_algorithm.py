@@ -154,7 +154,7 @@ def test_loss_against_numpy(appo, exploration):
     batch.logprobs[1] += 6
     generator = torch.Generator().manual_seed(2)
     batch = batch._replace(mask=batch.mask & (torch.rand(batch.mask.shape, generator=generator) < 0.7))  # the others are too old
-    loss, metrics, *_ = appo.appo_loss(args, agent, batch)
+    loss, *_, metrics = appo.appo_loss(args, agent, batch)
     with torch.no_grad():
         logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
     logprob = entropy = skl = 0
