@@ -150,8 +150,9 @@ def ranks_learning_table() -> str:
 
 
 HALF_HOUR = 1800  # seconds; of a run that was resumed later ones do not count
-# Sample Factory's paper after 25 million frames, mean of ten seeds with 36 workers (read off its curves; deadly_corridor x 100, its scale)
-PAPER = dict(my_way_home=0.54, deadly_corridor=532, defend_the_center=18.7, health_gathering=21.0, defend_the_line=24.6)
+# Sample Factory's paper: return after so many million frames, means over seeds, read off its curves (deadly_corridor x 100, its scale)
+PAPER = dict(my_way_home=(0.54, 25), deadly_corridor=(532, 25), defend_the_center=(18.7, 25), health_gathering=(21.0, 25),
+             defend_the_line=(24.6, 25), battle=(20, 50), battle2=(10, 150))  # fmt: skip
 
 
 def half_hour() -> dict[str, np.ndarray]:
@@ -167,9 +168,10 @@ def random_returns() -> dict[str, float]:
 
 
 def published(env_id: str, step: float) -> str:
-    """What others have published: CleanRL at the same number of steps, Sample Factory's paper at 25 million frames."""
+    """What others have published: CleanRL at the same number of steps, or Sample Factory's paper."""
     if env_id in PAPER:
-        return f"{PAPER[env_id]:g} (Sample Factory, 25 million)"
+        value, millions = PAPER[env_id]
+        return f"{value:g} (Sample Factory, {millions} million)"
     path = RESULTS / f"cleanrl_{env_id.removesuffix('-v5').lower()}.csv"
     if not path.exists():
         return ""
