@@ -193,6 +193,12 @@ class Args:
 LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
 HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, worker_num_splits=256)  # a reply is one byte
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
+# flags of one session, not of the experiment
+SESSION = ("train_for_seconds", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video",
+           "fill_level_cache")  # fmt: skip
+# must be the checkpoint's; --evaluate may play some of its tasks
+GAME, NETWORK = (("env_id", "extended_action_set", "normalize_returns"),
+                 ("encoder", "rnn_type", "hidden_size", "normalize_input"))  # fmt: skip
 
 
 class UserError(Exception):
@@ -210,7 +216,7 @@ def cpu_quota() -> float:
 
 
 def resolve(args: Args) -> Args:
-    """A copy of `args` with every None and "auto" replaced by the value that this machine gives. Raises UserError."""
+    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
     args = copy.copy(args)
     for name, value in asdict(args).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -267,6 +273,39 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} is not {rows} rows x "
                         f"{args.rollout} steps = {rows * args.rollout}")  # fmt: skip
     return args
+
+
+ALL_REDUCE = SimpleNamespace(seconds=0.0)  # that the learner has waited for other ranks
+
+
+def rank_of() -> tuple[int, int]:
+    """This process's rank, and the number of ranks: 0 and 1 without `torchrun`."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    """In place, and equal on all ranks to the bit. Without `torchrun` x as it is."""
+    if dist.is_initialized():
+        start = time.perf_counter()
+        dist.all_reduce(x)
+        ALL_REDUCE.seconds += time.perf_counter() - start
+    return x
+
+
+def gather_over_ranks(mine) -> list:
+    """What every rank has, in their order; waits for the last."""
+    everyone = [mine] * rank_of()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def from_first_rank(function):
+    """What `function` returns on rank 0; only there it is called."""
+    result = [function() if rank_of()[0] == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(result)
+    return result[0]
 
 
 # ======================================================================================================================
@@ -740,14 +779,13 @@ class Rollouts:
     """
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        on = dict(device=device)
         # on the device; T + 1: with the observation that the last value is bootstrapped from
-        self.obs = torch.zeros((T + 1, slots, *spaces.image), dtype=torch.uint8, **on)
-        self.vector = torch.zeros((T + 1, slots, spaces.vector), **on)
-        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, **on)
-        self.logprobs = torch.full((T, slots), torch.nan, **on)  # of the actions, by the policy that acted (mu)
-        self.values = torch.full((T, slots), torch.nan, **on)  # by the policy that acted, for value clipping only
-        self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0], and before `first[0]` zeroes it
+        self.obs = torch.zeros((T + 1, slots, *spaces.image), dtype=torch.uint8, device=device)
+        self.vector = torch.zeros((T + 1, slots, spaces.vector), device=device)
+        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
+        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
+        self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
+        self.rnn_state = torch.zeros((slots, state_size), device=device)  # at obs[0], before `first[0]` zeroes it
         # on the host
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
@@ -756,9 +794,9 @@ class Rollouts:
 
 
 def slots_needed(args: Args) -> int:
-    """Room for the slots being filled and for those waiting for the learner, and enough to rule out deadlock: if all
-    groups waited for slots and the learner for its batch, none would be FILLING and at most B - 1 FULL, so that of
-    B + n slots at least the n that one group takes would be free. With `sync` there is one slot for every row."""
+    """A slot for every row to fill, and `max_batches_ahead` batches FULL. B + n rule out deadlock: when every group
+    waits for its n slots and the learner for its B, none is FILLING and fewer than B are FULL, so at least n are free.
+    With `sync` one slot for every row."""
     B, n = args.batch_size // args.rollout, args.num_envs_per_worker // args.worker_num_splits
     if args.sync:
         return B
@@ -1055,7 +1093,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     weight = batch.mask.float()
     n = sum_over_ranks(weight.sum())
 
-    def mean(x: torch.Tensor) -> torch.Tensor:  # of several ranks: this one's share of it
+    def mean(x: torch.Tensor) -> torch.Tensor:  # under torchrun this rank's share of the mean over all ranks' samples
         return (x * weight).sum() / n
 
     advantages = advantages - sum_over_ranks(mean(advantages))
@@ -1076,21 +1114,21 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
 
     with torch.no_grad():
         z = (target - agent.critic.mean[task]) / unit  # else the tasks' different means would count as explained
-        residual, spread = ((target - values[:-1]) / unit).square(), (z - sum_over_ranks(mean(z))).square()
+        spread = (z - sum_over_ranks(mean(z))).square()
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
             "losses/entropy": mean(entropy),
             "losses/approx_kl": mean(log_ratio.exp() - 1 - log_ratio),  # http://joschu.net/blog/kl-approx.html
             "losses/clipfrac": mean((ratio != clipped).float()),
-            "losses/explained_variance": mean(residual),  # what is not explained: see below
             "losses/value": mean(values[:-1]),
             "vtrace/rho_mean": mean(ratio.clamp(max=args.vtrace_rho)),
             "vtrace/rho_clipfrac": mean((ratio > args.vtrace_rho).float()),
         }
-        *shares, spread = sum_over_ranks(torch.stack([*metrics.values(), mean(spread)]))
-        metrics = dict(zip(metrics, shares))
-        metrics["losses/explained_variance"] = 1 - metrics["losses/explained_variance"] / spread.clamp(min=1e-8)
+        shares = torch.stack([*metrics.values(), mean(value_error / unit.square()), mean(spread)])
+        *means, error, variance = sum_over_ranks(shares)
+        metrics = dict(zip(metrics, means))
+        metrics["losses/explained_variance"] = 1 - error / variance.clamp(min=1e-8)
     return loss, target, metrics
 
 
@@ -1206,6 +1244,552 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
         os._exit(1)  # without closing the games, which may hang: the main process ends our process group
 
 
+# ======================================================================================================================
+# Inference
+# ======================================================================================================================
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Marks this point of the calling thread's CUDA stream. On a CPU nothing is ever under way."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_event(event: torch.cuda.Event | None) -> None:
+    """Makes the calling thread's CUDA stream (not the thread) wait until the mark was passed."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def own_stream(device: torch.device, threads: int, priority: int = 0):
+    """Sets a thread's number of CPU threads; returns a context with a CUDA stream of its own (priority -1 is high)."""
+    torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        return torch.cuda.stream(torch.cuda.Stream(device, priority))
+    return contextlib.nullcontext()
+
+
+class ActingPolicy:
+    """Two copies of the policy: inference uses the current one, the learner overwrites the spare one, then they swap. A
+    copy's lock lets one thread at a time launch work on it; on CUDA its event makes the next user's stream wait for
+    that work. So inference never sees half an update."""
+
+    def __init__(self, agent: Agent, device: torch.device):
+        self.device, self.learned = device, list(agent.state_dict().values())  # updated in place
+        self.current, self.spare = (self.frozen_copy(agent) for _ in range(2))
+
+    def frozen_copy(self, agent: Agent) -> SimpleNamespace:
+        frozen = copy.deepcopy(agent).requires_grad_(False).to(self.device)  # to() packs the core's weights for cuDNN
+        tensors = list(frozen.state_dict().values())
+        return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
+
+    @contextlib.contextmanager
+    def hold(self, policy: SimpleNamespace):
+        with policy.lock:
+            wait_event(policy.event)
+            yield policy
+            policy.event = record_event(self.device)
+
+    @torch.no_grad()
+    def publish(self, version: int) -> None:
+        """The learner's weights and statistics, as they are now, act from the next inference on."""
+        with self.hold(self.spare) as spare:  # waits for the last inference that still used it
+            torch._foreach_copy_(spare.tensors, self.learned)
+            spare.version = version
+        self.current, self.spare = spare, self.current
+
+
+class Inference:
+    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
+    the memory and the queues between itself, the actors and the learner."""
+
+    def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
+        self.args, self.device = args, device
+        workers, slots = max(1, args.num_workers), slots_needed(args)
+        rows, self.size = workers * args.num_envs_per_worker, args.num_envs_per_worker // args.worker_num_splits
+        self.mailbox = Mailbox(spaces, rows, workers)
+        self.numpy = self.mailbox.numpy()
+        self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
+        self.acting = ActingPolicy(agent, device)
+        self.request_reader, self.request_writer = mp.Pipe(duplex=False)  # all actors write to it
+        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
+        self.free_slots = deque(range(slots))
+        groups = rows // self.size
+        self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
+        self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
+        self.state = torch.zeros(rows, agent.state_size, device=device)
+        self.obs = torch.zeros_like(self.mailbox.obs, device=device)  # the mailbox rows being served, on the device
+        self.vector = torch.zeros_like(self.mailbox.vector, device=device)
+        copied = [(self.mailbox.obs, self.obs, self.rollouts.obs),
+                  (self.mailbox.vector, self.vector, self.rollouts.vector)]  # fmt: skip
+        self.copied = [tensors for tensors in copied if tensors[0].numel()]
+        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
+            for source, _, _ in self.copied:
+                error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
+                torch.cuda.check_error(int(error))
+        # The last finished ones of each task, as in Mailbox.episode. Checkpoints keep them: the games that end first
+        # after a resume are short ones, whose mean could pass for a best return.
+        self.tasks = task_numbers(args)
+        self.episodes: list[deque[list[float]]] = [deque(maxlen=100) for _ in tasks_of(args)]
+        self.served = self.batches = 0  # statistics: rows and batches served
+        self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
+        self.stopping = False
+
+    def release(self, slots: np.ndarray) -> None:
+        """The learner gives slots back. They are FREE once the event, recorded after its last copy, has passed."""
+        self.free.put((slots, record_event(self.device)))
+        self.wake()
+
+    def wake(self) -> None:
+        if self.args.num_workers:  # else there is no thread to wake
+            os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.wake()
+
+    def unpin(self) -> None:
+        """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
+                torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
+            for source, _, _ in self.copied:
+                torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
+
+    def run(self, actors: "Actors") -> None:
+        """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
+        try:
+            with own_stream(self.device, self.args.inference_threads, priority=-1):
+                waiting: list[tuple[int, int]] = []  # requests. Their groups' rows belong to this thread
+                while not self.stopping:
+                    start = time.perf_counter()
+                    data = os.read(self.request_reader.fileno(), 1 << 16)
+                    if waiting:
+                        self.held += time.perf_counter() - start
+                    else:
+                        self.idle += time.perf_counter() - start
+                    waiting += [request for request in REQUEST.iter_unpack(data) if request[0] != WAKE]
+                    waiting = [request for request in waiting if actors.is_current(*request)]
+                    served = set(self.serve([group for group, _ in waiting]))
+                    actors.reply([request for request in waiting if request[0] in served])
+                    waiting = [request for request in waiting if request[0] not in served]
+        except BaseException as error:
+            self.full.put(error)  # the learner raises it
+
+    @torch.inference_mode()
+    def serve(self, groups: list[int]) -> list[int]:
+        """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
+        returns those. The others are held: the caller tries them again when slots are free."""
+        filled = [group for group in groups if self.t[group] == self.args.rollout]
+        if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
+            self.store(filled)
+            event = record_event(self.device)
+            for group in filled:
+                self.full.put((self.slots[group], event))
+                self.t[group], self.slots[group] = 0, None
+        while not self.free.empty():
+            slots, event = self.free.get()
+            wait_event(event)  # the learner's copy out of these slots
+            self.free_slots.extend(slots)
+        for group in groups:
+            if self.slots[group] is None and len(self.free_slots) >= self.size:
+                self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
+        ready = [group for group in groups if self.slots[group] is not None]
+        if ready:
+            self.act(ready)
+        return ready
+
+    def store(self, groups: list[int]):
+        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and
+        slots on the host, and on the device, there with `first`."""
+        n, numpy, rollouts = self.size, self.numpy, self.rollouts
+        rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
+        t = np.repeat([self.t[group] for group in groups], n)
+        slots = np.concatenate([self.slots[group] for group in groups])
+        rollouts.first[t, slots] = first = numpy.first[rows]
+        later = t > 0  # at t = 0 the reward belongs to the slot before, which has it
+        t1, s1, r1 = t[later] - 1, slots[later], rows[later]
+        rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
+        index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
+        for source, staged, field in self.copied:
+            for i, group in enumerate(groups):
+                staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
+            if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
+                field.numpy()[t, slots] = staged.numpy()[: len(rows)]
+            else:
+                field[index[1], index[2]] = staged[: len(rows)]
+        return (rows, t, slots), index
+
+    def act(self, groups: list[int]) -> None:
+        (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
+        n, rollouts = len(rows), self.rollouts
+        with self.acting.hold(self.acting.current) as policy:
+            state = self.state[d_rows]
+            obs, vector = self.obs[None, :n], self.vector[None, :n]
+            logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state)
+            actions, logprobs = sample_actions(logits[0], policy.agent.heads)
+            rollouts.actions[d_t, d_slots] = actions
+            rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
+            if (t == 0).any():
+                rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
+            rollouts.versions[t, slots] = policy.version
+        # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
+        self.numpy.action[rows] = actions.cpu().numpy()
+        for row in rows[self.numpy.episode[rows, 2] > 0]:
+            self.episodes[self.tasks[row]].append(self.numpy.episode[row].tolist())
+        for group in groups:
+            self.t[group] += 1
+        self.served += n
+        self.batches += 1
+
+
+# ======================================================================================================================
+# Learner
+# ======================================================================================================================
+
+
+class Learner:
+    """Takes FULL slots, B at a time, and improves the policy."""
+
+    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
+        self.args, self.agent, self.inference, self.device = args, agent, inference, device
+        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.version = 0  # of the policy published last
+        self.global_step = 0  # valid transitions received
+        self.skipped = 0  # batches without a single usable sample
+        self.best_return = -float("inf")
+        self.waited = 0.0  # seconds without full slots
+        self.everyone: list[dict] = []  # what each rank said of itself in the last iteration
+        self.meetings = 0  # of the ranks
+
+    def load(self, checkpoint: dict) -> None:
+        self.agent.load_state_dict(checkpoint["agent"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
+        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
+        self.best_return = checkpoint["best_return"]
+        for episodes, saved in zip(self.inference.episodes, checkpoint["episodes"]):
+            episodes.extend(saved)
+        self.inference.acting.publish(self.version)
+
+    def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
+        """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
+        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
+        names = ("obs", "vector", "actions", "logprobs", "values")
+        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in names}
+        first, lag = r.first[:, slots], self.version - r.versions[:, slots]
+        valid = ~first[1:]
+        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
+        mask = valid & (lag < self.args.max_policy_lag)
+        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
+        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
+        rnn_state = r.rnn_state.index_select(0, d_slots)
+        return Batch(**on_device, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
+
+    def iterate(self, slots: np.ndarray, timed_out: bool = False) -> dict[str, float]:
+        """Learns from B FULL slots, which are LEARNING until they are given back: as soon as they are copied, but with
+        `sync` only after the new policy has been published. Returns metrics: none when another rank has left.
+
+        Raises FloatingPointError before a non-finite update is made: the weights are still good.
+        """
+        args, metrics = self.args, {}
+        batch, lags = self.gather(slots)
+        if not args.sync:
+            self.inference.release(slots)
+        masked = np.count_nonzero(lags >= args.max_policy_lag)
+        self.meet(usable=batch.size, lag_sum=lags.sum(), lag_max=lags.max(initial=0), masked=masked, valid=len(lags),
+                  timed_out=timed_out)  # fmt: skip
+        if self.total("left"):
+            return {}
+        usable, valid = self.total("usable"), self.total("valid")
+        self.global_step += valid
+        if usable == 0:  # a batch without a usable sample is no update
+            self.skipped += 1
+        else:
+            if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
+                metrics = self.update(batch)
+            # New statistics change the policy too: they are published together with the last weights.
+            self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
+            self.publish()
+        if args.sync:  # only now: the next samples are all of the newest version
+            self.inference.release(slots)
+        if valid:
+            lag_max = max(rank["lag_max"] for rank in self.everyone)
+            metrics |= {"lag/mean": self.total("lag_sum") / valid, "lag/max": lag_max}
+            metrics |= {"lag/masked": self.total("masked") / valid}
+        return metrics
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One optimiser step for each epoch. All but the last are published here, the last by the caller."""
+        for epoch in range(self.args.num_epochs):
+            if epoch:
+                self.publish()
+            loss, target, metrics = appo_loss(self.args, self.agent, batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            sum_over_ranks(loss.detach())  # in place: `loss` is the sum of the ranks' shares from here on
+            for parameter in self.agent.parameters():
+                sum_over_ranks(parameter.grad)
+            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
+                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
+            self.optimizer.step()
+        if self.args.normalize_returns:
+            task = batch.vector[:-1, :, 0].long()
+            self.agent.critic.update(target.flatten(), task.flatten(), batch.mask.flatten())
+        metrics["losses/grad_norm"] = grad_norm
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+        return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def meet(self, **mine) -> None:
+        """Waits for all ranks and tells them about this one: what the iteration needs, and what is reported."""
+        i, start = self.inference, time.perf_counter()
+        self.meetings += 1
+        if dist.is_initialized() and self.meetings % 100 == 1:  # are they still equal, to the bit?
+            mine["weights"] = sum(int(x.view(torch.int32).sum()) for x in self.agent.state_dict().values())
+        mine |= dict(waited=self.waited, served=i.served, batches=i.batches, idle=i.idle, held=i.held,
+                     all_reduce=ALL_REDUCE.seconds, compiling=float(i.numpy.compiling.sum()),
+                     unsaved=int(i.numpy.unsaved.sum()), episodes=[list(task) for task in i.episodes])  # fmt: skip
+        self.everyone = gather_over_ranks(mine)
+        ALL_REDUCE.seconds += time.perf_counter() - start
+        for rank, theirs in enumerate(self.everyone):
+            if theirs.get("weights") != self.everyone[0].get("weights"):
+                raise UserError(f"the weights of rank {rank} are no longer those of rank 0")
+
+    def total(self, name: str) -> float:
+        """The sum of what the ranks said of themselves."""
+        return sum(rank.get(name, 0) for rank in self.everyone)
+
+    def publish(self) -> None:
+        self.version += 1
+        self.inference.acting.publish(self.version)
+
+
+# ======================================================================================================================
+# Checkpoints
+# ======================================================================================================================
+
+
+def save_checkpoint(path: Path, learner: Learner) -> None:
+    """Tensors and plain values only. Written under another name first: a checkpoint is whole or absent."""
+    path.parent.mkdir(exist_ok=True)
+    content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
+                   global_step=learner.global_step, best_return=learner.best_return,
+                   episodes=[list(task) for task in learner.inference.episodes], args=asdict(learner.args))  # fmt: skip
+    temporary = path.with_name("saving.tmp")
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save_latest(folder: Path, learner: Learner, keep: int) -> None:
+    path = folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth"
+    save_checkpoint(path, learner)
+    others = sorted(set(folder.glob("checkpoint_*.pth")) - {path}, key=os.path.getmtime, reverse=True)
+    for old in others[keep - 1 :]:
+        old.unlink()
+
+
+def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
+    """The newest (or best) checkpoint that can be read, on the CPU; None where there is none."""
+    paths = sorted(folder.glob("checkpoint_*.pth" if kind == "latest" else "best.pth"), reverse=True)
+    for path in paths:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
+    if paths:  # a fresh start would in time delete them
+        raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
+    return None
+
+
+def saved_args(folder: Path) -> dict:
+    """An experiment's Args as typed (before `resolve`), without the flags of one SESSION. Raises UserError."""
+    if not (folder / "cfg.json").exists():
+        raise UserError(f"there is no experiment in {folder}")
+    saved = json.loads((folder / "cfg.json").read_text())["args"]
+    return {field.name: saved[field.name] for field in fields(Args) if field.name in saved.keys() - set(SESSION)}
+
+
+def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
+    """The trained policy in an experiment's folder, its Args (set for games in this process and updated by `changes`,
+    such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
+    folder, here = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
+    args = resolve(Args(**saved_args(folder) | changes | here))
+    checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
+    if checkpoint is None:
+        raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
+    agent = Agent(spaces_of(args), args).to(args.device)
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        raise UserError(f"the network in {folder} does not fit {args.env_id}, or this version of the file") from None
+    return agent, args, checkpoint["global_step"]
+
+
+# ======================================================================================================================
+# Evaluate
+# ======================================================================================================================
+
+
+@torch.inference_mode()
+def evaluate(args: Args, folder: Path) -> list[float]:
+    """Plays `eval_episodes` episodes of each task with a checkpoint, one task after the other; prints the raw returns,
+    and returns their means."""
+    if args.save_video:
+        import imageio.v2 as imageio
+    chosen, trained = tasks_of(args), saved_args(folder)["env_id"]
+    # Games of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
+    count = min(args.eval_episodes, 16 if len(chosen) == 1 else 4)
+    changes = dict(num_envs_per_worker=count, one_task_per_worker=True, env_id=trained)
+    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **asdict(args) | changes)
+    tasks = tasks_of(args)
+    if unknown := [task for task in chosen if task not in tasks]:
+        raise UserError(f"{folder} was trained on {trained}, not on {', '.join(unknown)}")
+    check_level(args)
+    args.num_workers = len(tasks)  # task i has the games of "worker" i, though all play in this process, one by one
+    prepare_engines(args, folder)
+    spaces = spaces_of(args)
+    check_shared_memory(spaces, count * len(tasks))
+    device, mailbox = torch.device(args.device), Mailbox(spaces, count * len(tasks), len(tasks))
+    numpy = mailbox.numpy()
+    torch.manual_seed(args.seed)
+    per_game = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
+    how, frames, means, scores = "likeliest" if args.eval_deterministic else "sampled", [], [], []
+    print(f"{args.eval_episodes} episodes a task, {how} actions, step {step:,}: mean return +- standard deviation")
+    for number, task in ((tasks.index(task), task) for task in chosen):
+        returns, games = [[] for _ in range(count)], Games(args, number, numpy, args.seed)
+        rows, state = games.rows[0], torch.zeros(count, agent.state_size, device=device)
+        with tqdm(total=count * per_game, desc=task, unit=" episodes", disable=None, leave=False) as bar:
+            games.reset(0)
+            while any(len(finished) < per_game for finished in returns):
+                recording = args.save_video and task == chosen[0] and len(returns[0]) < per_game
+                if recording and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
+                    frames.append(np.array(games.splits[0].render()[0]))
+                tensors = [part[rows].to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
+                logits, _, state = agent(*tensors, state)
+                numpy.action[rows] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
+                games.step(0)
+                for i in np.flatnonzero(numpy.episode[rows, 2]):
+                    if len(returns[i]) < per_game:
+                        returns[i].append(float(numpy.episode[rows][i, 0]))
+                        bar.update()
+        games.close()
+        flat = [value for finished in returns for value in finished][: args.eval_episodes]
+        means.append(float(np.mean(flat)))
+        text = f"{task_of(task).test or task:40} {means[-1]:8.2f} +- {np.std(flat):6.2f}"
+        if task in TASKS:
+            scores.append(human_normalized(task, means[-1]))
+            text += f"   {scores[-1]:6.1f} % of people"
+        print(text)
+    if len(scores) == len(chosen) > 1:
+        capped = np.mean(np.minimum(scores, 100))
+        print(f"mean over tasks: {np.mean(scores):.1f} % of people, each capped at 100: {capped:.1f} %")
+    if args.save_video:
+        fps = TICKS_PER_SECOND / args.frameskip
+        with imageio.get_writer(folder / "video.mp4", fps=fps, macro_block_size=8) as video:
+            for frame in frames:
+                video.append_data(frame.repeat(4, 0).repeat(4, 1))
+        print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
+    return means
+
+
+# ======================================================================================================================
+# Main
+# ======================================================================================================================
+
+def parse_args() -> tuple[Args, Path]:
+    """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
+    args = tyro.cli(Args)
+    for name in ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video"):
+        if getattr(args, name) != getattr(Args, name) and not args.evaluate:
+            raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
+    if args.experiment is None and args.evaluate:
+        raise UserError("--evaluate needs the name of an --experiment")
+    if dist.is_initialized() and (args.evaluate or args.fill_level_cache):
+        raise UserError("--evaluate and --fill-level-cache are for one process, without torchrun")
+    if args.experiment is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        raise UserError("torchrun --max-restarts goes on with a run by its name: give it an --experiment")
+    experiment = args.experiment or f"{args.env_id[:100]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    folder = Path(args.train_dir) / experiment
+    if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
+        raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
+    if args.evaluate or (folder / "cfg.json").exists():
+        saved = saved_args(folder)
+        old = Args(**saved)
+        args = tyro.cli(Args, default=old)
+        overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in saved
+                     if getattr(args, name) != getattr(old, name)}  # fmt: skip
+        fixed = NETWORK if args.evaluate else GAME + NETWORK
+        if wrong := [overrides[name] for name in fixed if name in overrides]:
+            raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
+        for text in overrides.values():
+            print(f"override: {text}")
+    args.experiment = experiment
+    return args, folder
+
+
+def join_ranks() -> None:
+    """Under `torchrun` each of its processes ("ranks") is a copy of this pipeline, with its own actors and share of
+    the cores. They take every step of the optimiser together: the step of one process that has all their samples."""
+    if not dist.is_torchelastic_launched():
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the launcher is killed, it stops us even so
+    i, n = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // n  # the same for all: they wait for the slowest
+    os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    # After a restart the launcher's store still has the addresses of the dead. So each attempt has a name of its own,
+    # which rank 0 gives, and which holds when all have read it: a name given by a dead rank 0 never does.
+    name = str(time.time_ns()) if rank == 0 else ""
+    if rank == 0:
+        store.set("attempt", name)
+        store.wait([f"{name}/{other}" for other in range(1, ranks)])
+        store.delete_key("exception_dump")  # with which NCCL told the dead to end: it would end us, too
+        store.set("attempt", "")
+        store.set(f"{name}/begin", "")
+    while not (name and store.check([f"{name}/begin"])):
+        time.sleep(0.1)
+        name = store.get("attempt").decode() or name
+        store.set(f"{name}/{rank}", "")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=ranks)
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
+    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
+        ctypes.CDLL(None).mallopt(option, value)
+
+
+def check_shared_memory(spaces: Spaces, rows: int) -> None:
+    """Raises UserError when /dev/shm has no room for the mailbox and the games: later the kernel would kill the run."""
+    rows *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of all ranks on this machine
+    needed = rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY)
+    free = shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
+                        "games or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
+
+
+def open_log(folder: Path):
+    """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
+    import fcntl  # here, so that other systems get main's sentence and no ImportError
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "log.txt", "a", buffering=1)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another run is using {folder}") from None
+    except OSError:
+        print(f"warning: {folder} is on a file system without locks; a second run in it would not be noticed")
+    return file
+
+
 def watch_parent() -> None:
     """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
     parent, pause = [mp.parent_process().sentinel], 0.0
@@ -1302,8 +1886,8 @@ class Actors:
             waits = requests - self.replied[worker] >= S  # for replies to all of its splits
             if waits or progress > self.progress[worker]:
                 self.progress[worker], self.seconds[worker] = progress, 0.0
-            else:  # a pause of the whole container is not the actor's fault
-                self.seconds[worker] += min(elapsed, 10.0)
+            else:
+                self.seconds[worker] += min(elapsed, 10.0)  # not more: the whole container may have been paused
             if not process.is_alive():
                 self.replace(worker, "died")
             elif self.seconds[worker] > self.args.actor_timeout:
@@ -1353,688 +1937,6 @@ class Actors:
         for worker in started:
             end_group(self.processes[worker].pid)
             self.processes[worker].kill()
-
-
-# ======================================================================================================================
-# Inference
-# ======================================================================================================================
-
-
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Marks this point of the calling thread's CUDA stream. On a CPU nothing is ever under way."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def wait_event(event: torch.cuda.Event | None) -> None:
-    """Makes the calling thread's CUDA stream (not the thread) wait until the mark was passed."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
-
-
-def own_stream(device: torch.device, threads: int, priority: int = 0):
-    """Sets a thread's number of CPU threads; returns a context with a CUDA stream of its own (priority -1 is high)."""
-    torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        return torch.cuda.stream(torch.cuda.Stream(device, priority))
-    return contextlib.nullcontext()
-
-
-class ActingPolicy:
-    """Two copies of the policy: inference uses the current one, the learner overwrites the spare one, then they swap. A
-    copy's lock lets one thread at a time launch work on it; on CUDA its event makes the next user's stream wait for
-    that work. So inference never sees half an update."""
-
-    def __init__(self, agent: Agent, device: torch.device):
-        self.device, self.learned = device, list(agent.state_dict().values())  # updated in place
-        self.current, self.spare = (self.frozen_copy(agent) for _ in range(2))
-
-    def frozen_copy(self, agent: Agent) -> SimpleNamespace:
-        frozen = copy.deepcopy(agent).requires_grad_(False).to(self.device)  # to() packs the core's weights for cuDNN
-        tensors = list(frozen.state_dict().values())
-        return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
-
-    @contextlib.contextmanager
-    def hold(self, policy: SimpleNamespace):
-        with policy.lock:
-            wait_event(policy.event)
-            yield policy
-            policy.event = record_event(self.device)
-
-    def use(self):
-        """Context of one inference: yields the current copy, with its `agent` and `version`."""
-        return self.hold(self.current)
-
-    @torch.no_grad()
-    def publish(self, version: int) -> None:
-        """The learner's weights and statistics, as they are now, act from the next inference on."""
-        with self.hold(self.spare) as spare:  # waits for the last inference that still used it
-            torch._foreach_copy_(spare.tensors, self.learned)
-            spare.version = version
-        self.current, self.spare = spare, self.current
-
-
-class Inference:
-    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
-    the memory and the queues between itself, the actors and the learner."""
-
-    def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
-        self.args, self.device = args, device
-        workers, slots = max(1, args.num_workers), slots_needed(args)
-        rows, self.size = workers * args.num_envs_per_worker, args.num_envs_per_worker // args.worker_num_splits
-        self.mailbox = Mailbox(spaces, rows, workers)
-        self.numpy = self.mailbox.numpy()
-        self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
-        self.acting = ActingPolicy(agent, device)
-        self.request_reader, self.request_writer = mp.Pipe(duplex=False)  # all actors write to it
-        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
-        self.free_slots = deque(range(slots))
-        groups = rows // self.size
-        self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
-        self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
-        self.state = torch.zeros(rows, agent.state_size, device=device)
-        self.obs = torch.zeros_like(self.mailbox.obs, device=device)  # the mailbox rows being served, on the device
-        self.vector = torch.zeros_like(self.mailbox.vector, device=device)
-        copied = [(self.mailbox.obs, self.obs, self.rollouts.obs),
-                  (self.mailbox.vector, self.vector, self.rollouts.vector)]  # fmt: skip
-        self.copied = [tensors for tensors in copied if tensors[0].numel()]
-        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
-            for source, _, _ in self.copied:
-                error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
-                torch.cuda.check_error(int(error))
-        # The last finished ones of each task, as in Mailbox.episode. Checkpoints keep them: the games that end first
-        # after a resume are short ones, whose mean could pass for a best return.
-        self.tasks = task_numbers(args)
-        self.episodes: list[deque[list[float]]] = [deque(maxlen=100) for _ in tasks_of(args)]
-        self.served = self.batches = 0  # statistics: rows and batches served
-        self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
-        self.stopping = False
-
-    def release(self, slots: np.ndarray) -> None:
-        """The learner gives slots back. They are FREE once the event, recorded after its last copy, has passed."""
-        self.free.put((slots, record_event(self.device)))
-        self.wake()
-
-    def wake(self) -> None:
-        if self.args.num_workers:  # else there is no thread to wake
-            os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
-
-    def stop(self) -> None:
-        self.stopping = True
-        self.wake()
-
-    def unpin(self) -> None:
-        """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
-        if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
-                torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
-            for source, _, _ in self.copied:
-                torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
-
-    def run(self, actors: Actors) -> None:
-        """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
-        try:
-            with own_stream(self.device, self.args.inference_threads, priority=-1):
-                waiting: list[tuple[int, int]] = []  # requests. Their groups' rows belong to this thread
-                while not self.stopping:
-                    start = time.perf_counter()
-                    data = os.read(self.request_reader.fileno(), 1 << 16)
-                    if waiting:
-                        self.held += time.perf_counter() - start
-                    else:
-                        self.idle += time.perf_counter() - start
-                    waiting += [request for request in REQUEST.iter_unpack(data) if request[0] != WAKE]
-                    waiting = [request for request in waiting if actors.is_current(*request)]
-                    served = set(self.serve([group for group, _ in waiting]))
-                    actors.reply([request for request in waiting if request[0] in served])
-                    waiting = [request for request in waiting if request[0] not in served]
-        except BaseException as error:
-            self.full.put(error)  # the learner raises it
-
-    @torch.inference_mode()
-    def serve(self, groups: list[int]) -> list[int]:
-        """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
-        returns those. The others are held: the caller tries them again when slots are free."""
-        filled = [group for group in groups if self.t[group] == self.args.rollout]
-        if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
-            self.store(filled)
-            event = record_event(self.device)
-            for group in filled:
-                self.full.put((self.slots[group], event))
-                self.t[group], self.slots[group] = 0, None
-        while not self.free.empty():
-            slots, event = self.free.get()
-            wait_event(event)  # the learner's copy out of these slots
-            self.free_slots.extend(slots)
-        ready = [group for group in groups if self.slots[group] is not None or self.take_slots(group)]
-        if ready:
-            self.act(ready)
-        return ready
-
-    def take_slots(self, group: int) -> bool:
-        if len(self.free_slots) < self.size:
-            return False
-        self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
-        return True
-
-    def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times, slots and
-        `first`, on the host and on the device."""
-        n, numpy, rollouts = self.size, self.numpy, self.rollouts
-        rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
-        t = np.repeat([self.t[group] for group in groups], n)
-        slots = np.concatenate([self.slots[group] for group in groups])
-        rollouts.first[t, slots] = first = numpy.first[rows]
-        later = t > 0  # at t = 0 the reward belongs to the slot before, which has it
-        t1, s1, r1 = t[later] - 1, slots[later], rows[later]
-        rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
-        index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
-        for source, staged, field in self.copied:
-            for i, group in enumerate(groups):
-                staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
-            if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
-                field.numpy()[t, slots] = staged.numpy()[: len(rows)]
-            else:
-                field[index[1], index[2]] = staged[: len(rows)]
-        return (rows, t, slots, first), index
-
-    def act(self, groups: list[int]) -> None:
-        (rows, t, slots, first), (d_rows, d_t, d_slots, d_first) = self.store(groups)
-        n, rollouts = len(rows), self.rollouts
-        with self.acting.use() as policy:
-            state = self.state[d_rows]
-            obs, vector = self.obs[None, :n], self.vector[None, :n]
-            logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state)
-            actions, logprobs = sample_actions(logits[0], policy.agent.heads)
-            rollouts.actions[d_t, d_slots] = actions
-            rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
-            if (t == 0).any():
-                rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
-            rollouts.versions[t, slots] = policy.version
-        # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
-        self.numpy.action[rows] = actions.cpu().numpy()
-        for row in rows[self.numpy.episode[rows, 2] > 0]:
-            self.episodes[self.tasks[row]].append(self.numpy.episode[row].tolist())
-        for group in groups:
-            self.t[group] += 1
-        self.served += n
-        self.batches += 1
-
-
-# ======================================================================================================================
-# Learner
-# ======================================================================================================================
-
-
-ALL_REDUCE = SimpleNamespace(seconds=0.0)  # that the learner has waited for other ranks
-
-
-def rank_of() -> tuple[int, int]:
-    """This process's rank, and the number of ranks: 0 and 1 without `torchrun`."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
-    """In place, and equal on all ranks to the bit."""
-    if dist.is_initialized():
-        start = time.perf_counter()
-        dist.all_reduce(x)
-        ALL_REDUCE.seconds += time.perf_counter() - start
-    return x
-
-
-def gather_over_ranks(mine) -> list:
-    """What every rank has, in their order; waits for the last."""
-    everyone = [mine]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def from_first_rank(function):
-    """What `function` returns on rank 0; only there it is called."""
-    if not dist.is_initialized():
-        return function()
-    result = [function() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result)
-    return result[0]
-
-
-class Learner:
-    """Takes FULL slots, B at a time, and improves the policy."""
-
-    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
-        self.args, self.agent, self.inference, self.device = args, agent, inference, device
-        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.version = 0  # of the policy published last
-        self.global_step = 0  # valid transitions received
-        self.skipped = 0  # batches without a single usable sample
-        self.best_return = -float("inf")
-        self.waited = 0.0  # seconds without full slots
-        self.meetings = 0  # with them
-        self.everyone: list[dict] = []  # what each rank said of itself in the last iteration
-
-    def load(self, checkpoint: dict) -> None:
-        self.agent.load_state_dict(checkpoint["agent"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
-        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
-        self.best_return = checkpoint["best_return"]
-        for episodes, saved in zip(self.inference.episodes, checkpoint["episodes"]):
-            episodes.extend(saved)
-        self.inference.acting.publish(self.version)
-
-    def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
-        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
-        names = ("obs", "vector", "actions", "logprobs", "values")
-        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in names}
-        first, lag = r.first[:, slots], self.version - r.versions[:, slots]
-        valid = ~first[1:]
-        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
-        mask = valid & (lag < self.args.max_policy_lag)
-        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
-        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
-        rnn_state = r.rnn_state.index_select(0, d_slots)
-        return Batch(**on_device, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
-
-    def iterate(self, slots: np.ndarray, timed_out: bool = False) -> dict[str, float]:
-        """Learns from B FULL slots, which are LEARNING until they are given back: as soon as they are copied, but with
-        `sync` only after the new policy has been published. Returns metrics: none when another rank has left.
-
-        Raises FloatingPointError before a non-finite update is made: the weights are still good.
-        """
-        args, metrics = self.args, {}
-        batch, lags = self.gather(slots)
-        if not args.sync:
-            self.inference.release(slots)
-        masked = np.count_nonzero(lags >= args.max_policy_lag)
-        self.meet(usable=batch.size, lag_sum=lags.sum(), lag_max=lags.max(initial=0), masked=masked, valid=len(lags),
-                  timed_out=timed_out)  # fmt: skip
-        if self.total("left"):
-            return {}
-        usable, valid = self.total("usable"), self.total("valid")
-        self.global_step += valid
-        if usable == 0:  # a batch without a usable sample is no update
-            self.skipped += 1
-        else:
-            if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
-                metrics = self.update(batch)
-            # New statistics change the policy too: they are published together with the last weights.
-            self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
-            self.publish()
-        if args.sync:  # only now: the next samples are all of the newest version
-            self.inference.release(slots)
-        if valid:
-            lag_max = max(rank["lag_max"] for rank in self.everyone)
-            metrics |= {"lag/mean": self.total("lag_sum") / valid, "lag/max": lag_max}
-            metrics |= {"lag/masked": self.total("masked") / valid}
-        return metrics
-
-    def update(self, batch: Batch) -> dict[str, float]:
-        """One optimiser step for each epoch. All but the last are published here, the last by the caller."""
-        for epoch in range(self.args.num_epochs):
-            if epoch:
-                self.publish()
-            loss, target, metrics = appo_loss(self.args, self.agent, batch)
-            self.optimizer.zero_grad()
-            loss.backward()
-            for tensor in (loss.detach(), *(parameter.grad for parameter in self.agent.parameters())):
-                sum_over_ranks(tensor)  # in place, so `loss` too is the sum
-            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
-            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
-                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
-            self.optimizer.step()
-        if self.args.normalize_returns:
-            task = batch.vector[:-1, :, 0].long()
-            self.agent.critic.update(target.flatten(), task.flatten(), batch.mask.flatten())
-        metrics["losses/grad_norm"] = grad_norm
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
-
-    def meet(self, **mine) -> None:
-        """Waits for all ranks and tells them about this one: what the iteration needs, and what is reported."""
-        i, start = self.inference, time.perf_counter()
-        self.meetings += 1
-        if dist.is_initialized() and self.meetings % 100 == 1:  # are they still equal, to the bit?
-            mine["weights"] = sum(int(x.view(torch.int32).sum()) for x in self.agent.state_dict().values())
-        mine |= dict(waited=self.waited, served=i.served, batches=i.batches, idle=i.idle, held=i.held,
-                     all_reduce=ALL_REDUCE.seconds, compiling=float(i.numpy.compiling.sum()),
-                     unsaved=int(i.numpy.unsaved.sum()), episodes=[list(task) for task in i.episodes])  # fmt: skip
-        self.everyone = gather_over_ranks(mine)
-        ALL_REDUCE.seconds += time.perf_counter() - start
-        for rank, theirs in enumerate(self.everyone):
-            if theirs.get("weights") != self.everyone[0].get("weights"):
-                raise UserError(f"the weights of rank {rank} are no longer those of rank 0")
-
-    def total(self, name: str) -> float:
-        """The sum of what the ranks said of themselves."""
-        return sum(rank.get(name, 0) for rank in self.everyone)
-
-    def publish(self) -> None:
-        self.version += 1
-        self.inference.acting.publish(self.version)
-
-
-# ======================================================================================================================
-# Checkpoints
-# ======================================================================================================================
-
-
-def save_checkpoint(path: Path, learner: Learner) -> None:
-    """Tensors and plain values only. Written under another name first: a checkpoint is whole or absent."""
-    path.parent.mkdir(exist_ok=True)
-    content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
-                   global_step=learner.global_step, best_return=learner.best_return,
-                   episodes=[list(task) for task in learner.inference.episodes], args=asdict(learner.args))  # fmt: skip
-    temporary = path.with_name("saving.tmp")
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def save_latest(folder: Path, learner: Learner, keep: int) -> None:
-    path = folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth"
-    save_checkpoint(path, learner)
-    others = sorted(set(folder.glob("checkpoint_*.pth")) - {path}, key=os.path.getmtime, reverse=True)
-    for old in others[keep - 1 :]:
-        old.unlink()
-
-
-def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
-    """The newest (or best) checkpoint that can be read, on the CPU; None where there is none."""
-    paths = sorted(folder.glob("checkpoint_*.pth" if kind == "latest" else "best.pth"), reverse=True)
-    for path in paths:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
-    if paths:  # a fresh start would in time delete them
-        raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
-    return None
-
-
-def saved_args(folder: Path) -> dict:
-    """The flags typed for an experiment, without those of one SESSION. Raises UserError."""
-    if not (folder / "cfg.json").exists():
-        raise UserError(f"there is no experiment in {folder}")
-    saved = json.loads((folder / "cfg.json").read_text())["args"]
-    return {field.name: saved[field.name] for field in fields(Args) if field.name in saved.keys() - set(SESSION)}
-
-
-def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
-    """The trained policy in an experiment's folder, its Args (set for games in this process and updated by `changes`,
-    such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
-    folder, here = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
-    args = resolve(Args(**saved_args(folder) | changes | here))
-    checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
-    if checkpoint is None:
-        raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
-    agent = Agent(spaces_of(args), args).to(args.device)
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError:
-        raise UserError(f"the network in {folder} does not fit {args.env_id}, or this version of the file") from None
-    return agent, args, checkpoint["global_step"]
-
-
-# ======================================================================================================================
-# Evaluate
-# ======================================================================================================================
-
-
-@torch.inference_mode()
-def evaluate(args: Args, folder: Path) -> list[float]:
-    """Plays `eval_episodes` episodes of each task with a checkpoint, one task after the other; prints the raw returns,
-    and returns their means."""
-    if args.save_video:
-        import imageio.v2 as imageio
-    chosen, trained = tasks_of(args), saved_args(folder)["env_id"]
-    # Games of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
-    count = min(args.eval_episodes, 16 if len(chosen) == 1 else 4)
-    changes = dict(num_envs_per_worker=count, one_task_per_worker=True, env_id=trained)
-    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **asdict(args) | changes)
-    tasks = tasks_of(args)
-    if unknown := [task for task in chosen if task not in tasks]:
-        raise UserError(f"{folder} was trained on {trained}, not on {', '.join(unknown)}")
-    check_level(args)
-    args.num_workers = len(tasks)  # task i has the games of "worker" i, though all play in this process, one by one
-    prepare_engines(args, folder)
-    spaces = spaces_of(args)
-    check_shared_memory(spaces, count * len(tasks))
-    device, mailbox = torch.device(args.device), Mailbox(spaces, count * len(tasks), len(tasks))
-    numpy = mailbox.numpy()
-    torch.manual_seed(args.seed)
-    per_game = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
-    how, frames, means, scores = "likeliest" if args.eval_deterministic else "sampled", [], [], []
-    print(f"{args.eval_episodes} episodes a task, {how} actions, step {step:,}: mean return +- standard deviation")
-    for number, task in ((tasks.index(task), task) for task in chosen):
-        returns, games = [[] for _ in range(count)], Games(args, number, numpy, args.seed)
-        rows, state = games.rows[0], torch.zeros(count, agent.state_size, device=device)
-        with tqdm(total=count * per_game, desc=task, unit=" episodes", disable=None, leave=False) as bar:
-            games.reset(0)
-            while any(len(finished) < per_game for finished in returns):
-                recording = args.save_video and task == chosen[0] and len(returns[0]) < per_game
-                if recording and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
-                    frames.append(np.array(games.splits[0].render()[0]))
-                tensors = [part[rows].to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
-                logits, _, state = agent(*tensors, state)
-                numpy.action[rows] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
-                games.step(0)
-                for i in np.flatnonzero(numpy.episode[rows, 2]):
-                    if len(returns[i]) < per_game:
-                        returns[i].append(float(numpy.episode[rows][i, 0]))
-                        bar.update()
-        games.close()
-        flat = [value for finished in returns for value in finished][: args.eval_episodes]
-        means.append(float(np.mean(flat)))
-        text = f"{task_of(task).test or task:40} {means[-1]:8.2f} +- {np.std(flat):6.2f}"
-        if task in TASKS:
-            scores.append(human_normalized(task, means[-1]))
-            text += f"   {scores[-1]:6.1f} % of people"
-        print(text)
-    if len(scores) == len(chosen) > 1:
-        capped = np.mean(np.minimum(scores, 100))
-        print(f"mean over tasks: {np.mean(scores):.1f} % of people, each capped at 100: {capped:.1f} %")
-    if args.save_video:
-        fps = TICKS_PER_SECOND / args.frameskip
-        with imageio.get_writer(folder / "video.mp4", fps=fps, macro_block_size=8) as video:
-            for frame in frames:
-                video.append_data(frame.repeat(4, 0).repeat(4, 1))
-        print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
-    return means
-
-
-# ======================================================================================================================
-# Main
-# ======================================================================================================================
-
-# flags of one session, not of the experiment
-SESSION = ("train_for_seconds", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video",
-           "fill_level_cache")  # fmt: skip
-# must match the checkpoint's; the tasks to be evaluated on may be some of them
-GAME, NETWORK = (("env_id", "extended_action_set", "normalize_returns"),
-                 ("encoder", "rnn_type", "hidden_size", "normalize_input"))  # fmt: skip
-
-
-def parse_args() -> tuple[Args, Path]:
-    """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
-    args = tyro.cli(Args)
-    for name in ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video"):
-        if getattr(args, name) != getattr(Args, name) and not args.evaluate:
-            raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
-    if args.experiment is None and args.evaluate:
-        raise UserError("--evaluate needs the name of an --experiment")
-    if dist.is_initialized() and (args.evaluate or args.fill_level_cache):
-        raise UserError("--evaluate and --fill-level-cache are for one process, without torchrun")
-    if args.experiment is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        raise UserError("torchrun --max-restarts goes on with a run by its name: give it an --experiment")
-    experiment = args.experiment or f"{args.env_id[:100]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-    folder = Path(args.train_dir) / experiment
-    if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
-        raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
-    if args.evaluate or (folder / "cfg.json").exists():
-        saved = saved_args(folder)
-        old = Args(**saved)
-        args = tyro.cli(Args, default=old)
-        overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in saved
-                     if getattr(args, name) != getattr(old, name)}  # fmt: skip
-        fixed = NETWORK if args.evaluate else GAME + NETWORK
-        if wrong := [overrides[name] for name in fixed if name in overrides]:
-            raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
-        for text in overrides.values():
-            print(f"override: {text}")
-    args.experiment = experiment
-    return args, folder
-
-
-def join_ranks() -> None:
-    """Under `torchrun` each of its processes ("ranks") is a copy of this pipeline, with its own actors and share of
-    the cores. They take every step of the optimiser together: the step of one process that has all their samples."""
-    if not dist.is_torchelastic_launched():
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the launcher is killed, it stops us even so
-    i, n = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // n  # the same for all: they wait for the slowest
-    os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
-    store, rank, ranks = next(dist.rendezvous("env://"))
-    # After a restart the launcher's store still has the addresses of the dead. So each attempt has a name of its own,
-    # which rank 0 gives, and which holds when all have read it: a name given by a dead rank 0 never does.
-    name = str(time.time_ns()) if rank == 0 else ""
-    if rank == 0:
-        store.set("attempt", name)
-        store.wait([f"{name}/{other}" for other in range(1, ranks)])
-        store.delete_key("exception_dump")  # with which NCCL told the dead to end: it would end us, too
-        store.set("attempt", "")
-        store.set(f"{name}/begin", "")
-    while not (name and store.check([f"{name}/begin"])):
-        time.sleep(0.1)
-        name = store.get("attempt").decode() or name
-        store.set(f"{name}/{rank}", "")
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=ranks)
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
-    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
-        ctypes.CDLL(None).mallopt(option, value)
-
-
-def check_shared_memory(spaces: Spaces, rows: int) -> None:
-    """Raises UserError when /dev/shm has no room for the mailbox and the games: later the kernel would kill the run."""
-    rows *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of all ranks on this machine
-    needed = rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY)
-    free = shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
-                        "games or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
-
-
-def open_log(folder: Path):
-    """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
-    import fcntl  # here, so that other systems get main's sentence and no ImportError
-
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "log.txt", "a", buffering=1)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another run is using {folder}") from None
-    except OSError:
-        print(f"warning: {folder} is on a file system without locks; a second run in it would not be noticed")
-    return file
-
-
-class Reporter:
-    """The progress bar, log.txt and TensorBoard, of rank 0 only. Every rate is over the window since the last report;
-    returns are of the last 100 episodes of each task on each rank at that time."""
-
-    def __init__(self, args: Args, learner: Learner, writer, log):
-        self.args, self.learner, self.writer, self.log = args, learner, writer, log
-        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
-                        unit_scale=True, dynamic_ncols=True, disable=True if rank_of()[0] else None)  # fmt: skip
-        self.metrics, self.last, self.minute, self.warned = {}, self.counters(), deque(maxlen=12), False
-        self.score, self.text, self.settled = 0.0, "", False
-
-    def counters(self) -> dict[str, float]:
-        """Means over the ranks, but for `waits`: of each rank, for the others."""
-        names, ranks = ("waited", "served", "batches", "idle", "held", "compiling", "unsaved"), self.learner.everyone
-        found = {name: self.learner.total(name) / max(1, len(ranks)) for name in names}
-        waits = np.array([rank["all_reduce"] for rank in ranks] or [0.0])
-        return found | dict(time=time.monotonic(), step=self.learner.global_step, waits=waits)
-
-    def update(self, metrics: dict[str, float]) -> bool:
-        """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
-        self.metrics |= metrics
-        now = self.counters()
-        self.bar.n = now["step"]
-        self.bar.update(0)
-        if due := now["time"] - self.last["time"] >= 5:
-            self.report(now["step"], {name: now[name] - self.last[name] for name in now})
-            self.last = now
-        return due
-
-    def report(self, step: int, change: dict[str, float]) -> None:
-        seconds = change["time"]
-        fps = change["step"] * self.args.frameskip / seconds
-        self.minute.append((seconds, change["compiling"]))  # it comes in lumps, when a step has ended
-        spent, compiling = np.sum(self.minute, axis=0)
-        scalars = self.metrics | {
-            "charts/SPS": change["step"] / seconds,
-            "charts/FPS": fps,
-            "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
-            "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
-            "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots
-            "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
-            "stats/compiling": compiling / spent / max(1, self.args.num_workers),  # actors compile maps: over a minute
-        }
-        if len(waits := change["waits"]) > 1:
-            scalars["stats/all_reduce"] = waits.mean() / seconds  # the learner waits for other ranks
-        scalars |= self.scores()
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
-        if len(waits) > 1 and waits.mean() > max(change["held"], change["waited"]):
-            bottleneck = f"rank {waits.argmin()}"  # the others wait for the one that waits least
-        elif change["held"] >= change["waited"]:
-            bottleneck = "learner"
-        else:
-            bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
-            if bottleneck == "games" and scalars["stats/compiling"] > 0.5:
-                bottleneck = "compiling maps (--fill-level-cache)"
-        if change["unsaved"] and not self.warned:
-            self.warned = True
-            self.log("warning: a map or its seed was not saved (is the disk nearly full?); the run goes on without")
-        text = f"{fps:,.0f} frames/s, {self.text}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
-        self.bar.set_postfix_str(text)
-        self.log(f"step {step:,}: {text}", self.bar.disable)
-
-    def scores(self) -> dict[str, float]:
-        """Means of the last 100 episodes of each task, and the score over all tasks as soon as each has an episode."""
-        tasks, ranks = tasks_of(self.args), [rank["episodes"] for rank in self.learner.everyone]
-        lists = [sum(episodes, []) for episodes in zip(*ranks)]
-        played = {task: np.mean(episodes, axis=0) for task, episodes in zip(tasks, lists) if episodes}
-        scalars = {}
-        if len(tasks) > 1:
-            for task, mean in played.items():
-                scalars |= {f"tasks/{task}/episodic_return": mean[0], f"tasks/{task}/episodic_length": mean[2]}
-        if len(played) == len(tasks):
-            tags = ("charts/episodic_return", "charts/episodic_return_trained", "charts/episodic_length")
-            scalars |= dict(zip(tags, np.mean(list(played.values()), axis=0)))  # over tasks, not over episodes
-            self.score = scalars["charts/episodic_return"]
-            self.text = f"return {self.score:.2f}, "
-            if set(tasks) <= set(TASKS):
-                normalized = [human_normalized(task, mean[0]) for task, mean in played.items()]
-                capped = np.mean(np.minimum(normalized, 100))  # the cap is on a task's mean, as in IMPALA
-                scalars |= {"charts/human_normalized": np.mean(normalized), "charts/human_normalized_capped": capped}
-                if len(tasks) > 1:
-                    self.score, self.text = capped, f"{capped:.1f} % of people, "
-        self.settled = min(map(len, lists)) >= (100 if len(tasks) == 1 else 10)
-        return scalars
 
 
 @contextlib.contextmanager
@@ -2101,6 +2003,8 @@ def train(typed: Args, folder: Path) -> int:
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
     args, (rank, ranks) = resolve(typed), rank_of()
+    if rank:
+        args.seed = game_seed(args.seed, rank)  # games and random numbers of its own
     device = torch.device(args.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -2124,26 +2028,21 @@ def train(typed: Args, folder: Path) -> int:
         if show:
             tqdm.write(text)
 
+    announce = log if rank == 0 else lambda text: None  # what all ranks would say alike
     checkpoint = from_first_rank(lambda: load_checkpoint(checkpoints, "latest", log))
     if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
-        text = f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on"
-        log(text, rank == 0)
+        announce(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
         return 0
-    agent = Agent(spaces, args).to(device)
-    if rank:  # the weights are rank 0's; games and random numbers are not
-        args.seed = game_seed(args.seed, rank)
-        torch.manual_seed(args.seed)
-    if ranks > 1:
-        gather_over_ranks(None)  # all are alive: a GPU's first broadcast would wait for a dead rank without end
-        for tensor in agent.state_dict().values():
-            dist.broadcast(tensor, 0)
+    agent = Agent(spaces, args)
+    agent.load_state_dict(from_first_rank(agent.state_dict))
+    agent.to(device)  # only now: what is sent from GPU 0 would arrive on GPU 0
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, agent, inference, device)
     if checkpoint:
         if rank:
             checkpoint["episodes"] = []  # they are rank 0's
         learner.load(checkpoint)
-        log(f"resuming {folder} at step {learner.global_step:,}", rank == 0)
+        announce(f"resuming {folder} at step {learner.global_step:,}")
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
             learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
         torch.manual_seed(args.seed + learner.version)
@@ -2152,10 +2051,13 @@ def train(typed: Args, folder: Path) -> int:
     software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
     # A resumed run starts from what was typed and resolves again: it may be on another machine.
     cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
+    writer = None
     if rank == 0:
         (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
         os.replace(folder / "cfg.tmp", folder / "cfg.json")
-    lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # where the learner is slowest
+        writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
+        writer.add_text("args", json.dumps(asdict(args), indent=2))
+    lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # when the learner is the bottleneck
     for line in (
         f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
         f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
@@ -2166,10 +2068,9 @@ def train(typed: Args, folder: Path) -> int:
         f"{plays}; {spaces.heads[0]} actions; what the engines print is in {engines / 'output.txt'}",
         f"up to {args.total_timesteps:,} steps = {args.total_timesteps * args.frameskip:,} frames; files in {folder}",
     ):
-        log(line, rank == 0)
+        announce(line)
     if ranks > 1:
-        text = f"{ranks} ranks like this: {ranks * rows:,} games, {ranks * args.batch_size:,} samples per update"
-        log(text, rank == 0)
+        announce(f"{ranks} ranks like this: {ranks * rows:,} games, {ranks * args.batch_size:,} samples per update")
 
     stop_signals = []
 
@@ -2181,9 +2082,6 @@ def train(typed: Args, folder: Path) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    writer = None if rank else SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
-    if writer:
-        writer.add_text("args", json.dumps(asdict(args), indent=2))
     try:
         with sampling(args, inference, session, log, stop_signals) as actors:
             if W:
@@ -2203,9 +2101,8 @@ def train(typed: Args, folder: Path) -> int:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     stopped = learner.total("left") > 0  # here or on another rank
-    text = (f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
-            f"{learner.skipped} batches without a usable sample, {actors.restarts} actors restarted")  # fmt: skip
-    log(text, rank == 0)
+    announce(f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
+             f"{learner.skipped} batches without a usable sample, {actors.restarts} actors restarted")  # fmt: skip
     return 130 if stopped and not dist.is_initialized() else 0  # else torchrun would start it again
 
 
@@ -2281,6 +2178,93 @@ def compile_maps(args: Args, worker: int, numbers: list[int], seed: tuple[int, .
         env.cache.seed = str(new)
         env.lab.reset(seed=new)
         counts[:, worker] += torch.tensor([1, env.cache.saved - before[0], env.cache.unsaved - before[1]])
+
+
+class Reporter:
+    """The progress bar, log.txt and TensorBoard, of rank 0 only. Every rate is over the window since the last report;
+    returns are of the last 100 episodes of each task on each rank at that time."""
+
+    def __init__(self, args: Args, learner: Learner, writer, log):
+        self.args, self.learner, self.writer, self.log = args, learner, writer, log
+        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
+                        unit_scale=True, dynamic_ncols=True, disable=True if rank_of()[0] else None)  # fmt: skip
+        self.metrics, self.last, self.minute, self.warned = {}, self.counters(), deque(maxlen=12), False
+        self.score, self.text, self.settled = 0.0, "", False
+
+    def counters(self) -> dict[str, float]:
+        """Sums so far, as means over the ranks; `waits`: the seconds that each rank has waited for the others."""
+        names, ranks = ("waited", "served", "batches", "idle", "held", "compiling", "unsaved"), self.learner.everyone
+        found = {name: self.learner.total(name) / max(1, len(ranks)) for name in names}
+        waits = np.array([rank["all_reduce"] for rank in ranks] or [0.0])
+        return found | dict(time=time.monotonic(), step=self.learner.global_step, waits=waits)
+
+    def update(self, metrics: dict[str, float]) -> bool:
+        """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
+        self.metrics |= metrics
+        now = self.counters()
+        self.bar.n = now["step"]
+        self.bar.update(0)
+        if due := now["time"] - self.last["time"] >= 5:
+            self.report(now["step"], {name: now[name] - self.last[name] for name in now})
+            self.last = now
+        return due
+
+    def report(self, step: int, change: dict[str, float]) -> None:
+        seconds = change["time"]
+        fps = change["step"] * self.args.frameskip / seconds
+        self.minute.append((seconds, change["compiling"]))  # it comes in lumps, when a step has ended
+        spent, compiling = np.sum(self.minute, axis=0)
+        scalars = self.metrics | {
+            "charts/SPS": change["step"] / seconds,
+            "charts/FPS": fps,
+            "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
+            "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
+            "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots
+            "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
+            "stats/compiling": compiling / spent / max(1, self.args.num_workers),  # actors compile maps: over a minute
+        }
+        if len(waits := change["waits"]) > 1:
+            scalars["stats/all_reduce"] = waits.mean() / seconds  # the learner waits for other ranks
+        scalars |= self.scores()
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
+        if len(waits) > 1 and waits.mean() > max(change["held"], change["waited"]):
+            bottleneck = f"rank {waits.argmin()}"  # the others wait for the one that waits least
+        elif change["held"] >= change["waited"]:
+            bottleneck = "learner"
+        else:
+            bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
+            if bottleneck == "games" and scalars["stats/compiling"] > 0.5:
+                bottleneck = "compiling maps (--fill-level-cache)"
+        if change["unsaved"] and not self.warned:
+            self.warned = True
+            self.log("warning: a map or its seed was not saved (is the disk nearly full?); the run goes on without")
+        text = f"{fps:,.0f} frames/s, {self.text}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
+        self.bar.set_postfix_str(text)
+        self.log(f"step {step:,}: {text}", self.bar.disable)
+
+    def scores(self) -> dict[str, float]:
+        """Means of the last 100 episodes of each task, and the score over all tasks as soon as each has an episode."""
+        tasks, ranks = tasks_of(self.args), [rank["episodes"] for rank in self.learner.everyone]
+        lists = [sum(episodes, []) for episodes in zip(*ranks)]
+        played = {task: np.mean(episodes, axis=0) for task, episodes in zip(tasks, lists) if episodes}
+        scalars = {}
+        if len(tasks) > 1:
+            for task, mean in played.items():
+                scalars |= {f"tasks/{task}/episodic_return": mean[0], f"tasks/{task}/episodic_length": mean[2]}
+        if len(played) == len(tasks):
+            tags = ("charts/episodic_return", "charts/episodic_return_trained", "charts/episodic_length")
+            scalars |= dict(zip(tags, np.mean(list(played.values()), axis=0)))  # over tasks, not over episodes
+            self.score = scalars["charts/episodic_return"]
+            self.text = f"return {self.score:.2f}, "
+            if set(tasks) <= set(TASKS):
+                normalized = [human_normalized(task, mean[0]) for task, mean in played.items()]
+                capped = np.mean(np.minimum(normalized, 100))  # the cap is on a task's mean, as in IMPALA
+                scalars |= {"charts/human_normalized": np.mean(normalized), "charts/human_normalized_capped": capped}
+                if len(tasks) > 1:
+                    self.score, self.text = capped, f"{capped:.1f} % of people, "
+        self.settled = min(map(len, lists)) >= (100 if len(tasks) == 1 else 10)
+        return scalars
 
 
 def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:

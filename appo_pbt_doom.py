@@ -222,6 +222,14 @@ HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, pbt_replace_fractio
 # Of the last two: a process can be given 256 file descriptors. An actor needs 13 for each mailbox, a policy one for
 # each actor.
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
+# flags of one session, not of the experiment
+SESSION = ("train_for_seconds", "evaluate", "opponents", "eval_policies", "eval_episodes", "eval_deterministic",
+           "load_checkpoint_kind", "save_video")  # fmt: skip
+# must be the checkpoint's; --evaluate may play another game with the same observations and actions
+GAME, NETWORK = (
+    ("env_id", "cfg_path", "scenario_dir"),
+    ("num_policies", "policy_settings", "rnn_type", "hidden_size", "normalize_input"),
+)
 
 
 class UserError(Exception):
@@ -239,7 +247,7 @@ def cpu_quota() -> float:
 
 
 def resolve(args: Args) -> Args:
-    """A copy of `args` with every None and "auto" replaced by the value that this machine gives. Raises UserError."""
+    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
     args = copy.copy(args)
     for name, value in asdict(args).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -859,14 +867,13 @@ class Rollouts:
     """
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        on = dict(device=device)
         # on the device; T + 1: with the observation that the last value is bootstrapped from
-        self.obs = torch.zeros((T + 1, slots, *spaces.image), dtype=torch.uint8, **on)
-        self.vector = torch.zeros((T + 1, slots, spaces.vector), **on)
-        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, **on)
-        self.logprobs = torch.full((T, slots), torch.nan, **on)  # of the actions, by the policy that acted (mu)
-        self.values = torch.full((T, slots), torch.nan, **on)  # by the policy that acted, for value clipping only
-        self.rnn_state = torch.zeros((slots, state_size), **on)  # before obs[0], and before `first[0]` zeroes it
+        self.obs = torch.zeros((T + 1, slots, *spaces.image), dtype=torch.uint8, device=device)
+        self.vector = torch.zeros((T + 1, slots, spaces.vector), device=device)
+        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
+        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
+        self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
+        self.rnn_state = torch.zeros((slots, state_size), device=device)  # at obs[0], before `first[0]` zeroes it
         # on the host
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
@@ -1130,14 +1137,14 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
 
     with torch.no_grad():
-        residual, spread = (target - values[:-1]).square(), (target - mean(target)).square()
+        spread = (target - mean(target)).square()
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
             "losses/entropy": mean(entropy),
             "losses/approx_kl": mean(log_ratio.exp() - 1 - log_ratio),  # http://joschu.net/blog/kl-approx.html
             "losses/clipfrac": mean((ratio != clipped).float()),
-            "losses/explained_variance": 1 - mean(residual) / mean(spread).clamp(min=1e-8),
+            "losses/explained_variance": 1 - mean(value_error) / mean(spread).clamp(min=1e-8),
             "losses/value": mean(values[:-1]),
             "vtrace/rho_mean": mean(ratio.clamp(max=args.vtrace_rho)),
             "vtrace/rho_clipfrac": mean((ratio > args.vtrace_rho).float()),
@@ -1304,164 +1311,6 @@ def process_body(error_pipe, niced: bool, body, *arguments) -> None:
         os._exit(1)  # without closing the games, which may hang: the main process ends our process group
 
 
-def watch_parent(niced: bool = True) -> None:
-    """A daemon thread of every other process: when the main process dies, however it dies, nothing stays behind."""
-    parent, pause = [mp.parent_process().sentinel], 0.0 if niced else None
-    while not multiprocessing.connection.wait(parent, timeout=pause):
-        # With autogroup scheduling nice only compares processes of one session. setsid made us a new one, so that is
-        # niced too. From users other than root the kernel accepts this once per 100 ms, machine-wide: retry.
-        try:
-            Path("/proc/self/autogroup").write_text("10")
-            pause = None
-        except BlockingIOError:
-            pause = random.uniform(0.1, 2.0)
-        except OSError:  # no such scheduling
-            pause = None
-    end_group(os.getpgid(0))  # ourselves among it
-
-
-def end_group(process_group: int) -> None:
-    """Kills an actor, if still alive, and its games, and unlinks the games' shared memory, which has names at first."""
-    unlink_orphans()
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with contextlib.suppress(OSError):
-            if os.getpgid(pid) == process_group:
-                unlink_game_files(pid)
-    with contextlib.suppress(OSError):
-        os.killpg(process_group, signal.SIGKILL)
-
-
-def last_words(error_pipe) -> str:
-    text = b""
-    while error_pipe.poll() and (more := os.read(error_pipe.fileno(), 65536)):
-        text += more
-    return text.decode(errors="replace").strip()
-
-
-class Actors:
-    """The actor processes: started, looked after by the main process, and replaced when they die or hang.
-
-    When an actor dies, its games and the last transition of each of its rows are lost, for all policies: the row's next
-    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
-
-    SHORT_LIFE = 1000  # requests. A worker whose actors die or hang sooner three times in a row ends the run
-
-    def __init__(self, args: Args, table: np.ndarray, mailboxes: list[Mailbox], request_pipes: list, session: int, log):
-        """Another `session` number gives the games other seeds."""
-        self.args, self.table, self.mailboxes, self.request_pipes = args, table, mailboxes, request_pipes
-        self.numpys, self.games = [mailbox.numpy() for mailbox in mailboxes], table.shape[0] * table.shape[1]
-        self.session, self.log, self.restarts, self.looked = session, log, 0, time.monotonic()
-        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        # of each worker. All policies write to an actor's reply pipe, so it outlives the actor
-        self.reply_pipes = [self.context.Pipe(duplex=False) for _ in range(args.num_workers)]
-        self.processes, self.error_pipes = ([None] * args.num_workers for _ in range(2))
-        self.incarnations, self.short_lives = ([0] * args.num_workers for _ in range(2))
-        self.progress = [0] * args.num_workers  # games started + requests + replies, at the last check
-        self.seconds = [0.0] * args.num_workers  # how long it has been at work without any progress
-
-    def start_all(self) -> None:
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
-        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
-        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        multiprocessing.forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-        for worker in range(self.args.num_workers):
-            self.start(worker)
-
-    def groups(self, worker: int) -> slice:
-        S = self.args.worker_num_splits
-        return slice(worker * S, worker * S + S)
-
-    def start(self, worker: int) -> None:
-        args, incarnation, allowed = self.args, self.incarnations[worker], sorted(os.sched_getaffinity(0))
-        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        seed, groups = game_seed(args.seed, self.session, worker, incarnation), self.groups(worker)
-        for numpy in self.numpys:
-            numpy.incarnation[worker] = incarnation
-            numpy.started[worker] = numpy.requests[groups] = numpy.replies[groups] = 0
-        self.progress[worker], self.seconds[worker] = 0, 0.0
-        self.error_pipes[worker], error_pipe = self.context.Pipe(duplex=False)
-        arguments = (args, worker, incarnation, core, seed, self.table[groups], self.mailboxes, self.request_pipes,
-                     self.reply_pipes[worker][0], error_pipe)  # fmt: skip
-        arguments = (error_pipe, True, actor, *arguments)
-        process = self.context.Process(target=process_body, name=f"actor {worker}", args=arguments, daemon=True)
-        process.start()
-        self.processes[worker] = process
-        error_pipe.close()
-        self.looked = time.monotonic()  # the first start takes seconds, which are no actor's
-
-    def check(self) -> None:
-        """The main process calls this often; it looks after the actors once a second. Raises RuntimeError when one
-        cannot be kept alive."""
-        elapsed = time.monotonic() - self.looked
-        if elapsed < 1.0:
-            return
-        self.looked += elapsed
-        for worker, process in enumerate(self.processes):
-            groups = self.groups(worker)
-            requests, replies = (np.stack([getattr(numpy, name)[groups] for numpy in self.numpys])
-                                 for name in ("requests", "replies"))  # fmt: skip
-            progress = requests.sum() + replies.sum() + self.numpys[0].started[worker]
-            waits = (requests > replies).any(0).all()  # every split waits for a policy
-            if waits or progress > self.progress[worker]:
-                self.progress[worker], self.seconds[worker] = progress, 0.0
-            else:  # a pause of the whole container is not the actor's fault
-                self.seconds[worker] += min(elapsed, 10.0)
-            if not process.is_alive():
-                self.replace(worker, "died")
-            elif self.seconds[worker] > self.args.actor_timeout:
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its error pipe
-                time.sleep(0.5)
-                doing = "stepping" if requests.all() else "starting a game"
-                self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {doing}")
-            elif text := last_words(self.error_pipes[worker]):
-                self.log(text)
-
-    def replace(self, worker: int, reason: str) -> None:
-        process, error_pipe = self.processes[worker], self.error_pipes[worker]
-        end_group(process.pid)
-        process.kill()  # if it died or hung before it had a process group of its own
-        process.join(5)
-        text = last_words(error_pipe)
-        message = f"actor {worker} {reason} (exit code {process.exitcode})"
-        if self.args.sync and len(self.numpys) > 1:  # some policies may have served its last request, and some not
-            raise RuntimeError(f"{message}; with --sync a population ends with it\n{text}".strip())
-        self.restarts += 1
-        short_life = self.numpys[0].requests[self.groups(worker)].sum() < self.SHORT_LIFE
-        self.short_lives[worker] = self.short_lives[worker] + 1 if short_life else 0
-        if self.short_lives[worker] == 3:
-            raise RuntimeError(f"{message}, for the third time\n{text}".strip())
-        self.log(f"{message}; starting it again\n{text}".strip())
-        error_pipe.close()
-        self.incarnations[worker] += 1  # what is left of the old one's requests and replies is dropped from here on
-        self.start(worker)
-
-    def wait_for_games(self, check, stop_signals: list[int]) -> None:
-        """Returns when every game has been started or the user stops the run; calls `check` meanwhile."""
-        with tqdm(total=self.games, desc="starting games", disable=None) as bar:
-            while bar.n < bar.total and not stop_signals:
-                self.check()
-                check()
-                time.sleep(0.1)
-                bar.n = int(self.numpys[0].started.sum())
-                bar.refresh()
-
-    def stop(self, patience: float) -> None:
-        """Ends all actors: by closing their pipes (the policies have ended), and after `patience` seconds by force."""
-        started = [process for process in self.processes if process]
-        for reader, writer in self.reply_pipes:
-            writer.close()
-        deadline = time.monotonic() + patience
-        for process in started:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in started:
-            end_group(process.pid)
-            process.kill()
-
-
 class Replies:
     """A policy's way back to the actors."""
 
@@ -1525,10 +1374,6 @@ class ActingPolicy:
             wait_event(policy.event)
             yield policy
             policy.event = record_event(self.device)
-
-    def use(self):
-        """Context of one inference: yields the current copy, with its `agent` and `version`."""
-        return self.hold(self.current)
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
@@ -1627,20 +1472,17 @@ class Inference:
             slots, event = self.free.get()
             wait_event(event)  # the learner's copy out of these slots
             self.free_slots.extend(slots)
-        ready = [group for group in groups if self.slots[group] is not None or self.take_slots(group)]
+        for group in groups:
+            if self.slots[group] is None and len(self.free_slots) >= self.size:
+                self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
+        ready = [group for group in groups if self.slots[group] is not None]
         if ready:
             self.act(ready)
         return ready
 
-    def take_slots(self, group: int) -> bool:
-        if len(self.free_slots) < self.size:
-            return False
-        self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
-        return True
-
     def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times, slots and
-        `first`, on the host and on the device."""
+        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and
+        slots on the host, and on the device, there with `first`."""
         n, numpy, rollouts = self.size, self.numpy, self.rollouts
         rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
         t = np.repeat([self.t[group] for group in groups], n)
@@ -1658,12 +1500,12 @@ class Inference:
                 field.numpy()[t, slots] = staged.numpy()[: len(rows)]
             else:
                 field[index[1], index[2]] = staged[: len(rows)]
-        return (rows, t, slots, first), index
+        return (rows, t, slots), index
 
     def act(self, groups: list[int]) -> None:
-        (rows, t, slots, first), (d_rows, d_t, d_slots, d_first) = self.store(groups)
+        (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
         n, rollouts = len(rows), self.rollouts
-        with self.acting.use() as policy:
+        with self.acting.hold(self.acting.current) as policy:
             state = self.state[d_rows]
             obs, vector = self.obs[None, :n], self.vector[None, :n]
             logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state)
@@ -1827,7 +1669,7 @@ def policy_folder(folder: Path, policy: int) -> Path:
 
 
 def saved_args(folder: Path) -> dict:
-    """The flags typed for an experiment, without those of one SESSION. Raises UserError."""
+    """An experiment's Args as typed (before `resolve`), without the flags of one SESSION. Raises UserError."""
     if not (folder / "cfg.json").exists():
         raise UserError(f"there is no experiment in {folder}")
     saved = json.loads((folder / "cfg.json").read_text())["args"]
@@ -2337,16 +2179,6 @@ def wilson(wins: int, games: int) -> str:
 # Main
 # ======================================================================================================================
 
-# flags of one session, not of the experiment
-SESSION = ("train_for_seconds", "evaluate", "opponents", "eval_policies", "eval_episodes", "eval_deterministic",
-           "load_checkpoint_kind", "save_video")  # fmt: skip
-# must match the checkpoint's; of the game, to be evaluated in, only the observations and actions
-GAME, NETWORK = (
-    ("env_id", "cfg_path", "scenario_dir"),
-    ("num_policies", "policy_settings", "rnn_type", "hidden_size", "normalize_input"),
-)
-
-
 def parse_args() -> tuple[Args, Path]:
     """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
     args = tyro.cli(Args)
@@ -2415,6 +2247,164 @@ def open_log(folder: Path):
     return file
 
 
+def watch_parent(niced: bool = True) -> None:
+    """A daemon thread of every other process: when the main process dies, however it dies, nothing stays behind."""
+    parent, pause = [mp.parent_process().sentinel], 0.0 if niced else None
+    while not multiprocessing.connection.wait(parent, timeout=pause):
+        # With autogroup scheduling nice only compares processes of one session. setsid made us a new one, so that is
+        # niced too. From users other than root the kernel accepts this once per 100 ms, machine-wide: retry.
+        try:
+            Path("/proc/self/autogroup").write_text("10")
+            pause = None
+        except BlockingIOError:
+            pause = random.uniform(0.1, 2.0)
+        except OSError:  # no such scheduling
+            pause = None
+    end_group(os.getpgid(0))  # ourselves among it
+
+
+def end_group(process_group: int) -> None:
+    """Kills an actor, if still alive, and its games, and unlinks the games' shared memory, which has names at first."""
+    unlink_orphans()
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == process_group:
+                unlink_game_files(pid)
+    with contextlib.suppress(OSError):
+        os.killpg(process_group, signal.SIGKILL)
+
+
+def last_words(error_pipe) -> str:
+    text = b""
+    while error_pipe.poll() and (more := os.read(error_pipe.fileno(), 65536)):
+        text += more
+    return text.decode(errors="replace").strip()
+
+
+class Actors:
+    """The actor processes: started, looked after by the main process, and replaced when they die or hang.
+
+    When an actor dies, its games and the last transition of each of its rows are lost, for all policies: the row's next
+    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
+
+    SHORT_LIFE = 1000  # requests. A worker whose actors die or hang sooner three times in a row ends the run
+
+    def __init__(self, args: Args, table: np.ndarray, mailboxes: list[Mailbox], request_pipes: list, session: int, log):
+        """Another `session` number gives the games other seeds."""
+        self.args, self.table, self.mailboxes, self.request_pipes = args, table, mailboxes, request_pipes
+        self.numpys, self.games = [mailbox.numpy() for mailbox in mailboxes], table.shape[0] * table.shape[1]
+        self.session, self.log, self.restarts, self.looked = session, log, 0, time.monotonic()
+        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
+        # of each worker. All policies write to an actor's reply pipe, so it outlives the actor
+        self.reply_pipes = [self.context.Pipe(duplex=False) for _ in range(args.num_workers)]
+        self.processes, self.error_pipes = ([None] * args.num_workers for _ in range(2))
+        self.incarnations, self.short_lives = ([0] * args.num_workers for _ in range(2))
+        self.progress = [0] * args.num_workers  # games started + requests + replies, at the last check
+        self.seconds = [0.0] * args.num_workers  # how long it has been at work without any progress
+
+    def start_all(self) -> None:
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
+        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
+        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        multiprocessing.forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        for worker in range(self.args.num_workers):
+            self.start(worker)
+
+    def groups(self, worker: int) -> slice:
+        S = self.args.worker_num_splits
+        return slice(worker * S, worker * S + S)
+
+    def start(self, worker: int) -> None:
+        args, incarnation, allowed = self.args, self.incarnations[worker], sorted(os.sched_getaffinity(0))
+        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
+        seed, groups = game_seed(args.seed, self.session, worker, incarnation), self.groups(worker)
+        for numpy in self.numpys:
+            numpy.incarnation[worker] = incarnation
+            numpy.started[worker] = numpy.requests[groups] = numpy.replies[groups] = 0
+        self.progress[worker], self.seconds[worker] = 0, 0.0
+        self.error_pipes[worker], error_pipe = self.context.Pipe(duplex=False)
+        arguments = (args, worker, incarnation, core, seed, self.table[groups], self.mailboxes, self.request_pipes,
+                     self.reply_pipes[worker][0], error_pipe)  # fmt: skip
+        arguments = (error_pipe, True, actor, *arguments)
+        process = self.context.Process(target=process_body, name=f"actor {worker}", args=arguments, daemon=True)
+        process.start()
+        self.processes[worker] = process
+        error_pipe.close()
+        self.looked = time.monotonic()  # the first start takes seconds, which are no actor's
+
+    def check(self) -> None:
+        """The main process calls this often; it looks after the actors once a second. Raises RuntimeError when one
+        cannot be kept alive."""
+        elapsed = time.monotonic() - self.looked
+        if elapsed < 1.0:
+            return
+        self.looked += elapsed
+        for worker, process in enumerate(self.processes):
+            groups = self.groups(worker)
+            requests, replies = (np.stack([getattr(numpy, name)[groups] for numpy in self.numpys])
+                                 for name in ("requests", "replies"))  # fmt: skip
+            progress = requests.sum() + replies.sum() + self.numpys[0].started[worker]
+            waits = (requests > replies).any(0).all()  # every split waits for a policy
+            if waits or progress > self.progress[worker]:
+                self.progress[worker], self.seconds[worker] = progress, 0.0
+            else:
+                self.seconds[worker] += min(elapsed, 10.0)  # not more: the whole container may have been paused
+            if not process.is_alive():
+                self.replace(worker, "died")
+            elif self.seconds[worker] > self.args.actor_timeout:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its error pipe
+                time.sleep(0.5)
+                doing = "stepping" if requests.all() else "starting a game"
+                self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {doing}")
+            elif text := last_words(self.error_pipes[worker]):
+                self.log(text)
+
+    def replace(self, worker: int, reason: str) -> None:
+        process, error_pipe = self.processes[worker], self.error_pipes[worker]
+        end_group(process.pid)
+        process.kill()  # if it died or hung before it had a process group of its own
+        process.join(5)
+        text = last_words(error_pipe)
+        message = f"actor {worker} {reason} (exit code {process.exitcode})"
+        if self.args.sync and len(self.numpys) > 1:  # some policies may have served its last request, and some not
+            raise RuntimeError(f"{message}; with --sync a population ends with it\n{text}".strip())
+        self.restarts += 1
+        short_life = self.numpys[0].requests[self.groups(worker)].sum() < self.SHORT_LIFE
+        self.short_lives[worker] = self.short_lives[worker] + 1 if short_life else 0
+        if self.short_lives[worker] == 3:
+            raise RuntimeError(f"{message}, for the third time\n{text}".strip())
+        self.log(f"{message}; starting it again\n{text}".strip())
+        error_pipe.close()
+        self.incarnations[worker] += 1  # what is left of the old one's requests and replies is dropped from here on
+        self.start(worker)
+
+    def wait_for_games(self, check, stop_signals: list[int]) -> None:
+        """Returns when every game has been started or the user stops the run; calls `check` meanwhile."""
+        with tqdm(total=self.games, desc="starting games", disable=None) as bar:
+            while bar.n < bar.total and not stop_signals:
+                self.check()
+                check()
+                time.sleep(0.1)
+                bar.n = int(self.numpys[0].started.sum())
+                bar.refresh()
+
+    def stop(self, patience: float) -> None:
+        """Ends all actors: by closing their pipes (the policies have ended), and after `patience` seconds by force."""
+        started = [process for process in self.processes if process]
+        for reader, writer in self.reply_pipes:
+            writer.close()
+        deadline = time.monotonic() + patience
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in started:
+            end_group(process.pid)
+            process.kill()
+
+
 def train(typed: Args, folder: Path) -> int:
     """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -2445,7 +2435,7 @@ def train(typed: Args, folder: Path) -> int:
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     population.save()
-    lag = 0.0 if args.sync else slots_needed(args, rows) / B * args.num_epochs  # where the learner is slowest
+    lag = 0.0 if args.sync else slots_needed(args, rows) / B * args.num_epochs  # when the learner is the bottleneck
     for line in (
         f"{args.env_id}: {P} policies of {parameters:,} parameters on {args.device}, encoder in {args.precision},"
         f" {args.learner_threads} + {args.inference_threads} threads to learn and act",
