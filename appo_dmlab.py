@@ -589,7 +589,7 @@ class LevelCache:
 
     def write(self, key: str, pk3_path: str) -> None:
         self.seconds += time.perf_counter() - self.began
-        temporary = self.folder / f"{key}.{os.getpid()}.tmp"
+        temporary = self.folder / f"{key}.{os.uname().nodename}.{os.getpid()}.tmp"
         try:  # under another name first: a map is whole or absent
             if shutil.disk_usage(self.folder).free < DISK_RESERVE:
                 raise OSError("the rest is for checkpoints")
@@ -1644,11 +1644,11 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     # Games of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
     count = min(args.eval_episodes, 16 if len(chosen) == 1 else 4)
     changes = dict(num_envs_per_worker=count, one_task_per_worker=True, env_id=trained)
+    check_level(args)  # of what is played; the data sets of other tasks need not be here
     agent, args, step = load_agent(folder, args.load_checkpoint_kind, **asdict(args) | changes)
     tasks = tasks_of(args)
     if unknown := [task for task in chosen if task not in tasks]:
         raise UserError(f"{folder} was trained on {trained}, not on {', '.join(unknown)}")
-    check_level(args)
     args.num_workers = len(tasks)  # task i has the games of "worker" i, though all play in this process, one by one
     prepare_engines(args, folder)
     spaces = spaces_of(args)

@@ -1210,7 +1210,7 @@ class Games:
                 if self.names:
                     env.set_shaping(agent, dict(zip(self.names, seat.mailbox.shaping.tolist())))
             try:
-                observations, _ = env.reset(seed=seed)
+                observations, infos = env.reset(seed=seed)
                 break
             except GameLost as error:
                 self.log(f"a match of actor {self.worker} is started again: {error}")
@@ -1219,7 +1219,7 @@ class Games:
                     raise
         for agent, seat in seats.items():
             seat.totals[:] = 0
-            seat.write(observations[agent], first=True)
+            seat.write(observations[agent], first=True, inactive=infos.get(agent, {}).get("inactive", False))
 
     def step(self, split: int) -> None:
         for env, seats in self.splits[split]:

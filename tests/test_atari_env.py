@@ -140,5 +140,7 @@ def test_networks(encoder, rnn):
     logits, values, state = agent(obs, torch.zeros(3, 2, 0), first, torch.zeros(2, agent.state_size), [0])
     assert logits.shape == (3, 2, 6) and values.shape == (3, 2) and state.shape == (2, agent.state_size)
     assert logits.abs().max() < 0.2, "the first policy is close to uniform"
+    if rnn == "none":
+        assert sum(weight.numel() for weight in agent.parameters()) == dict(nature=1_687_719, impala=2_084_311)[encoder]
     logits.sum().backward()
     assert all(weight.grad is not None for name, weight in agent.named_parameters() if "critic" not in name)

@@ -21,6 +21,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import appo_atari
+import appo_dmlab
 import appo_doom
 from edited import REPORTS, ROOT, edited
 
@@ -338,6 +339,13 @@ def test_any_number_of_games_will_do_with_cuda(monkeypatch):
         assert (args.device, args.precision, args.worker_num_splits) == ("cuda", "bfloat16", 1 if games % 2 else 2)
         debug = appo_doom.resolve(appo_doom.Args(num_workers=0, num_envs_per_worker=games, worker_num_splits=2))
         assert (debug.worker_num_splits, debug.sync, debug.batch_size) == (1, True, games * 32)
+
+
+def test_defaults_of_the_other_games():
+    sizes = [appo_atari.resolve(appo_atari.Args(device="cpu", num_workers=n)).batch_size for n in (1, 2, 20)]
+    assert sizes == [256, 256, 2048]
+    timeouts = [appo_dmlab.resolve(appo_dmlab.Args(device="cpu", num_envs_per_worker=n)).actor_timeout for n in (4, 30)]
+    assert timeouts == [600, 1800]
 
 
 def test_defaults_are_resolved_without_surprise():

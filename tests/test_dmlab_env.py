@@ -5,12 +5,15 @@ import concurrent.futures
 import functools
 import hashlib
 import importlib.util
+import itertools
+import json
 import os
 import shutil
 import sys
 import time
 import zipfile
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -231,13 +234,16 @@ def test_words():
     assert len(many) == 16 and all(1 <= word <= 999 for word in many)
 
 
-def test_the_instruction_is_in_the_observation(env):
+def test_the_instruction_is_in_the_observation(env, monkeypatch):
     game = env(env_id="language_select_described_object")
     observation, _ = game.reset(seed=0)
     text = game.lab.observations()["INSTR"]
     words = appo.words_of(text)
     assert len(words) == 4 and observation["vector"].tolist() == [0, *words, *[0] * 12]
     assert game.observation_space.contains(observation)
+    later = game.lab.observations() | dict(INSTR="touch it")
+    monkeypatch.setattr(game.lab, "observations", lambda: later)
+    assert game.step(0)[0]["vector"].tolist() == [0, *appo.words_of("touch it"), *[0] * 14], "a shorter one leaves nothing behind"
 
 
 def test_tasks_and_their_games(tmp_path):
@@ -259,11 +265,24 @@ def test_tasks_and_their_games(tmp_path):
     assert len(appo.TASKS) == 30 and sum(task.generated for task in appo.TASKS.values()) == 15
 
 
-def test_make_envs_gives_every_row_its_task(tmp_path, env):
-    args = make_args(tmp_path, env_id="dmlab_30", num_workers=2, num_envs_per_worker=30)
-    games = appo.Games(appo.resolve(args), 1, appo.Mailbox(appo.spaces_of(args), 60, 2).numpy(), 0)
-    assert [game.number for envs in games.splits for game in envs.envs] == list(range(30))
-    games.close()
+@pytest.mark.parametrize("one_task_per_worker, tasks", [(False, [0, 1, 0, 1, 0, 1]), (True, [0, 0, 0, 1, 1, 1])])
+def test_games_observations_and_statistics_agree_on_the_task_of_a_row(env, tmp_path, one_task_per_worker, tasks):
+    """Episodes have 60 and 40 steps here; three games a worker, so that the second one's first game need not be of the first task."""
+    args = appo.resolve(make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01", num_workers=2, num_envs_per_worker=3, rollout=70,
+                                  worker_num_splits=3, batch_size=70, encoder="convnet", hidden_size=32, precision="float32",
+                                  one_task_per_worker=one_task_per_worker))  # fmt: skip
+    spaces = appo.spaces_of(args)
+    inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
+    workers = [appo.Games(args, worker, inference.numpy, worker) for worker in range(2)]
+    for step in range(65):
+        for games in workers:
+            for split in range(3):
+                games.step(split) if step else games.reset(split)
+        inference.serve(list(range(6)))
+    for games in workers:
+        games.close()
+    assert inference.numpy.vector[:, 0].tolist() == tasks
+    assert [[length for *_, length in episodes] for episodes in inference.episodes] == [[60] * 3, [40] * 3]
 
 
 @pytest.mark.parametrize("settings, sentence", [
@@ -342,7 +361,7 @@ def test_a_map_is_whole_or_compiled_anew(tmp_path):
     assert one.fetch("map_7", str(target)) and zipfile.ZipFile(target).read("map") == b"7"
     stored = tmp_path / "cache" / "map_7.pk3"
     whole = stored.read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"", whole.replace(b"7", b"8", 1)):
+    for damaged in (whole[: len(whole) // 2], b"", whole.replace(b"map7", b"map8", 1)):  # not a 7 of the header's date
         stored.write_bytes(damaged)
         assert not one.fetch("map_7", str(target))
     store(one, tmp_path, 7)
@@ -358,9 +377,11 @@ def test_a_full_disk_is_counted_and_survived(tmp_path, monkeypatch):
     monkeypatch.setattr(appo.os, "replace", full)
     store(one, tmp_path, 1)
     assert one.unsaved == 1 and not list((tmp_path / "cache").iterdir()) and one.seconds > 0
-    one.played.mkdir()  # it cannot be written either
+    one.played.touch()
+    one.seeds.write_text("".join(f"{seed}\n" for seed in range(10)))
+    monkeypatch.setattr(appo, "open", lambda path, mode: open("/dev/full", mode), raising=False)
     rng = np.random.default_rng(0)
-    assert len({one.next_seed(rng) for _ in range(3)}) == 3 and one.unsaved == 4
+    assert {one.next_seed(rng) for _ in range(10)} == set(range(10)) and one.unsaved == 11, "none twice, though no list can be kept"
 
 
 def test_some_room_is_left_for_checkpoints(tmp_path, monkeypatch):
@@ -371,7 +392,7 @@ def test_some_room_is_left_for_checkpoints(tmp_path, monkeypatch):
 
 
 def test_a_run_compiles_each_map_once(env, tmp_path):
-    """Two games of one experiment and one of another; what is compiled is told in info."""
+    """A game of one experiment and one of another; what is compiled is told in info."""
     one, other = (env(env_id="explore_object_locations_small", experiment=name) for name in ("e", "f"))
     compiled = [one.reset(seed=seed)[1]["compiling"] for seed in range(3)]
     assert min(compiled) > 0
@@ -389,6 +410,55 @@ def test_a_second_reset_before_any_step_costs_nothing(env):
     game.step(0)
     game.reset(seed=1)
     assert len(game.cache.played.read_text().split()) == 2
+
+
+def test_an_evaluation_can_be_repeated(env):
+    """Other maps than in training, the same each time; it uses up no seed and lists none."""
+    one, two = (env(env_id="explore_object_locations_small", evaluate=True) for _ in range(2))
+    compiling = [game.reset(seed=1)[1]["compiling"] for game in (one, two)]
+    assert compiling[0] > 0 == compiling[1] and not one.cache.played.exists() and not one.cache.seeds.exists()
+    training = env(env_id="explore_object_locations_small")
+    training.reset(seed=1)
+    assert one.lab.config["mixerSeed"] == str(0x600D5EED) and "mixerSeed" not in training.lab.config
+
+
+def test_what_maps_cost_is_told_to_the_main_process(env, tmp_path, monkeypatch):
+    args = appo.resolve(make_args(tmp_path, env_id="explore_object_locations_small", num_envs_per_worker=2))
+    m = appo.Mailbox(appo.spaces_of(args), 2, 1).numpy()
+    games = appo.Games(args, 0, m, 0)
+    games.reset(0)
+    started = float(m.compiling[0])
+    monkeypatch.setattr(appo, "DISK_RESERVE", 2**60)
+    for _ in range(61):  # an episode and the step that resets
+        games.step(0)
+    games.close()
+    assert 0 < started < m.compiling[0] and m.unsaved.tolist() == [2]
+
+
+def test_evaluation_plays_the_chosen_tasks_and_keeps_its_state(env, tmp_path, monkeypatch):
+    """In the order asked for; the one that is not played may lack its data set. Returns are raw; no state goes from task to task."""
+    torch.manual_seed(0)
+    args = make_args(tmp_path, env_id="rooms_watermaze,psychlab_continuous_recognition,seekavoid_arena_01", encoder="convnet",
+                     hidden_size=32, precision="float32", dataset_path="/of/another/machine")  # fmt: skip
+    folder, states, raw = tmp_path / "e", [], Counter()
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "cfg.json").write_text(json.dumps(dict(args=asdict(args))))
+    weights = appo.Agent(appo.spaces_of(args), args).state_dict()
+    torch.save(dict(agent=weights, global_step=5), folder / "checkpoints" / "checkpoint_1.pth")
+    forward, step = appo.Agent.forward, appo.LabEnv.step
+
+    def spy(self, action):
+        result = step(self, action)
+        raw[self.name] += result[-1]["raw_reward"]
+        return result
+
+    monkeypatch.setattr(appo, "prepare_engines", lambda *arguments: None)
+    monkeypatch.setattr(appo.LabEnv, "step", spy)
+    monkeypatch.setattr(appo.Agent, "forward", lambda self, *inputs: states.append(inputs[3]) or forward(self, *inputs))
+    chosen = ["seekavoid_arena_01", "rooms_watermaze"]
+    means = appo.evaluate(appo.Args(**asdict(args) | dict(env_id=",".join(chosen), eval_episodes=3, evaluate=True)), folder)
+    assert len(states) == 40 + 60 and [i for i, state in enumerate(states) if not state.any()] == [0, 40]
+    assert min(means) > 0 and means == pytest.approx([raw[task] / 3 for task in chosen])
 
 
 def test_evaluation_plays_held_out_levels(env):
@@ -426,9 +496,19 @@ def test_input_statistics_do_not_touch_word_numbers(tmp_path):
     _, _, network = agent(tmp_path)
     obs, vector = torch.randint(0, 256, (4, 2, *appo.IMAGE), dtype=torch.uint8), torch.full((4, 2, 17), 900.0)
     vector[..., 0] = 0
-    before = network.read(vector[0, :, 1:].long())
+    before = network.encode(obs[0], vector[0])[:, -64:]
     network.update_normalizers(obs, vector, torch.ones(4, 2, dtype=torch.bool))
-    assert network.image_norm.count > 0 and torch.equal(network.read(vector[0, :, 1:].long()), before)
+    assert network.image_norm.count > 0 and torch.equal(network.encode(obs[0], vector[0])[:, -64:], before)
+
+
+def test_only_the_critic_reads_the_tasks_number(tmp_path):
+    _, _, network = agent(tmp_path, env_id="dmlab_30", encoder="convnet")
+    obs = torch.randint(0, 256, (1, 1, *appo.IMAGE), dtype=torch.uint8).repeat(1, 3, 1, 1, 1)
+    vector, first = torch.zeros(1, 3, 17), torch.zeros(1, 3, dtype=torch.bool)
+    vector[0, :, 1], vector[0, 1, 0], vector[0, 2, 2] = 5, 7, 9  # the same word; another task; a second word
+    logits, values, _ = network(obs, vector, first, torch.zeros(3, network.state_size))
+    torch.testing.assert_close(logits[0, 0], logits[0, 1])
+    assert not torch.isclose(values[0, 0], values[0, 1]) and not torch.allclose(logits[0, 0], logits[0, 2])
 
 
 def test_popart_normalises_each_tasks_targets_and_keeps_every_value():
@@ -459,6 +539,34 @@ def test_popart_forgets_what_is_long_ago():
         for _ in range(200):
             critic.update(torch.randn(1000) + mean, task, mask)
     assert critic.mean.item() == pytest.approx(100, abs=0.1) and critic.std.item() == pytest.approx(1, abs=0.1)
+
+
+def test_popart_of_a_task_that_never_rewards():
+    critic, mask, task = appo.PopArt(torch.nn.Linear(4, 1)), torch.ones(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.int64)
+    critic.MEMORY = 2000
+    for _ in range(100):
+        critic.update(torch.zeros(1000), task, mask)
+    assert critic.std.item() == pytest.approx(0.01) and critic.linear.weight.isfinite().all()
+
+
+def test_popart_gets_the_targets_of_usable_samples(tmp_path):
+    """With gamma 0 and on-policy they are the rewards."""
+    args, _, network = agent(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01", encoder="convnet", rnn_type="none", gamma=0.0)
+    T, B = 4, 6
+    obs = torch.randint(0, 256, (T + 1, B, *appo.IMAGE), dtype=torch.uint8)
+    vector, first, mask = torch.zeros(T + 1, B, 17), torch.zeros(T + 1, B, dtype=torch.bool), torch.rand(T, B) < 0.6
+    vector[:, 3:, 0] = 1
+    rewards, actions = torch.randn(T, B) + torch.tensor([100.0] * 3 + [5.0] * 3), torch.randint(0, 9, (T, B, 1))
+    with torch.no_grad():
+        logits, values, state = network(obs, vector, first, torch.zeros(B, 0))
+        logprobs, _, _ = appo.evaluate_actions(logits[:-1], actions, network.heads)
+    batch = appo.Batch(obs, vector, first, state, actions, logprobs, values[:-1], rewards, torch.zeros(T, B, dtype=torch.bool), mask, [0],
+                       int(mask.sum()))  # fmt: skip
+    appo.Learner(args, network, SimpleNamespace(), torch.device("cpu")).update(batch)
+    for k, columns in enumerate((slice(0, 3), slice(3, 6))):
+        seen, count = rewards[:, columns][mask[:, columns]], network.critic.count[k].item()
+        assert count == network.critic.START + len(seen)
+        assert network.critic.mean[k].item() == pytest.approx(seen.sum().item() / count, rel=1e-3)
 
 
 def test_the_size_of_a_tasks_rewards_does_not_matter(tmp_path):
@@ -512,6 +620,18 @@ def test_the_score_of_levels_without_scores_of_people_is_the_mean_return(tmp_pat
     assert scalars["tasks/seekavoid_arena_01/episodic_return"] == 4.0 and "charts/human_normalized" not in scalars
 
 
+def test_the_best_is_kept_once_scores_are_settled(tmp_path, monkeypatch):
+    clock, scores, saved = itertools.count(0.0, 40.0), iter([(9.0, False), (1.0, True), (5.0, True), (3.0, True)]), []
+    monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: next(clock))))
+    monkeypatch.setattr(appo, "save_checkpoint", lambda path, learner: saved.append((path.name, learner.best_return)))
+    reporter = SimpleNamespace()
+    reporter.update = lambda metrics: vars(reporter).update(zip(("score", "settled"), next(scores))) or True
+    learner = SimpleNamespace(best_return=-float("inf"), global_step=0, version=0, iterate=lambda slots, timed_out: {},
+                              total=lambda name: 0, meet=lambda **mine: None)  # fmt: skip
+    appo.learn(make_args(tmp_path), tmp_path, learner, range(4), reporter)
+    assert [best for name, best in saved if name == "best.pth"] == [1.0, 5.0]
+
+
 def test_human_normalized():
     assert appo.human_normalized("rooms_watermaze", 54) == pytest.approx(100)
     assert appo.human_normalized("rooms_watermaze", 4.065) == pytest.approx(0)
@@ -543,6 +663,7 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
     assert "log of contributed/dmlab30/lasertag_one_opponent_small" in (tmp_path / "e" / "engines" / "output.txt").read_text()
     newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
     assert torch.load(newest, weights_only=True)["agent"]["critic.count"] > appo.PopArt.START, "PopArt counts the targets"
+    episodes = len(torch.load(newest, weights_only=True)["episodes"][0])
     played = next((tmp_path / "e" / "played").iterdir())
     before = played.read_text().split()
     assert len(before) == len(set(before)) > 10
@@ -550,6 +671,8 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
     assert r.wait(90) == 0, r.text()
     after = played.read_text().split()
     assert len(after) == len(set(after)) > len(before), "no seed twice, resume included"
+    newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
+    assert len(torch.load(newest, weights_only=True)["episodes"][0]) > episodes > 0, "means go on where they were"
     r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--save-video", **with_stand_in())
     assert r.wait(90) == 0, r.text()
     assert "3 episodes a task" in r.text() and "% of people" in r.text()
@@ -590,10 +713,16 @@ def test_filling_the_cache(run, tmp_path):
     r = run(*fill, "2", "--num-workers", "3", **with_stand_in())
     assert r.wait(60) == 0 and "2 of 2 seeds: 2 new maps in" in r.text() and ", 0 that it could not take" in r.text()
     assert "Traceback" not in r.text() and len(list((tmp_path / "level_cache").glob("*.pk3"))) == 2
-    r = run(*fill, "28", "--num-workers", "2", **with_stand_in(STAND_IN_END=str(tmp_path)))
+    tasks = "explore_object_locations_small", "lasertag_one_opponent_small"
+    r = run("--env-id", ",".join(["rooms_watermaze", *tasks]), "--fill-level-cache", "14", "--num-workers", "2",
+            **with_stand_in(STAND_IN_END=str(tmp_path)))  # fmt: skip
     assert r.wait(60) == 1 and "26 of 28 seeds: 26 new maps in" in r.text()
     assert "died (exit code 1) after 11 maps" in r.text() and "died (exit code -6) after 11 maps" in r.text()
-    assert_gone(tmp_path / "level_cache" / "engines")
+    folder = tmp_path / "level_cache"
+    texts = [f"contributed/dmlab30/{task} {seed}" for task in tasks for seed in appo.LevelCache.read(folder / f"{task}.seeds")]
+    maps = {f"map_noaas_{hashlib.md5(text.encode()).hexdigest()}.pk3" for text in texts}
+    assert maps == {path.name for path in folder.glob("*.pk3")} and len(maps) == 28, "runs find them by their seeds"
+    assert_gone(folder / "engines")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["level_cache"], "no experiment was made"
     r = run("--env-id", "rooms_watermaze", "--fill-level-cache", "6", **with_stand_in())
     assert r.wait(60) == 2 and "--fill-level-cache: rooms_watermaze generates no maps" in r.text()
@@ -609,10 +738,13 @@ def test_every_task_is_reported(run, tmp_path):
     found = scalars(tmp_path / "e")
     assert {f"tasks/{task}/episodic_return" for task in appo.TASKS} < set(found)
     assert {"charts/human_normalized", "charts/human_normalized_capped", "stats/compiling"} < set(found)
+    printed = tmp_path / "e" / "engines" / "output.txt"
+    printed.unlink()
     r = run("--experiment", "e", "--evaluate", "--eval-episodes", "1", **with_stand_in())
     assert r.wait(120) == 0, r.text()
     rows = [line.split()[0] for line in r.text().splitlines() if line.endswith("% of people")]
     assert rows == [task.test or name for name, task in appo.TASKS.items()]
+    assert {line.rpartition("/")[2] for line in printed.read_text().splitlines()} == set(rows), "each on its own level"
     assert r.text().splitlines()[-1].startswith("mean over tasks: ")
     r = run("--experiment", "e", "--evaluate", "--eval-episodes", "1", "--env-id", "rooms_watermaze", **with_stand_in())
     assert r.wait(120) == 0 and r.text().splitlines()[-1].startswith("rooms_watermaze "), "one of those it was trained on"

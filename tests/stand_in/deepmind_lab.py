@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
 import zipfile
 from pathlib import Path
@@ -56,6 +57,7 @@ class Lab:
         if level.endswith("_test") and config.get("allowHoldOutLevels") != "true":
             raise RuntimeError("Failed to init environment - \"held-out level\"")
         self.given, self.folder = temp_folder, temp_folder or tempfile.mkdtemp(prefix="dmlab_temp_folder_")
+        self.ports = None if "net_enabled 0" in config.get("appendCommand", "") else socket.socket()  # for networked games
         self.status = "fresh"
 
     def reset(self, episode=-1, seed=None):
@@ -138,6 +140,8 @@ class Lab:
     def close(self):
         if self.status != "closed" and not self.given:  # a folder that was given stays
             shutil.rmtree(self.folder)
+        if self.ports:
+            self.ports.close()
         self.status = "closed"
 
 
