@@ -1639,7 +1639,8 @@ class Actors:
             elif self.seconds[worker] > self.args.actor_timeout:
                 with contextlib.suppress(OSError):
                     os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its error pipe
-                time.sleep(0.5)
+                self.error_pipes[worker].poll(5)  # for the first words, as long as a busy machine may take
+                time.sleep(0.5)  # for the rest
                 doing = "stepping" if requests >= S else "starting a game"
                 self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {doing}")
 

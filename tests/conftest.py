@@ -38,8 +38,8 @@ def shared_memory(mark: str) -> set[str]:
 
 
 def left_behind(mark: str, before: set[str]) -> tuple[set[int], set[str]]:
-    """Processes, and shared memory that was not there `before`, once they are gone or ten seconds have passed."""
-    deadline = time.monotonic() + 10
+    """Processes, and shared memory that was not there `before`, once they are gone or half a minute has passed."""
+    deadline = time.monotonic() + 30
     while (left := (marked(mark), shared_memory(mark) - before)) != (set(), set()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left

@@ -682,7 +682,7 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
 
 def assert_gone(engines: Path) -> None:
     """No temporary folder is left."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (left := list(engines.glob("[0-9]*"))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == [] and (engines / "output.txt").exists()

@@ -113,7 +113,7 @@ def test_two_ranks_train_and_resume(run, tmp_path):
     first, second = ({seed for rank, seed in seeds if rank == which} for which in "01")
     assert len(first) == len(second) == 4 and not first & second
     found = scalars(tmp_path / "e")
-    assert 0.2 < found["stats/all_reduce"][-1].value < 1
+    assert 0.2 < np.median([event.value for event in found["stats/all_reduce"]]) < 1
     assert 1500 <= checkpoint(r)["global_step"] < 1700
 
     again = run(*SMALL, "--total-timesteps", "2000", script=script, launcher=TWO)
@@ -155,7 +155,7 @@ def start(run, tmp_path):
     def start(*flags: str, launcher: tuple = TWO, edits=(), what: str = "frames/s"):
         script = edited(tmp_path, f"appo_ranks_{len(list(tmp_path.iterdir()))}", REPORTS, *edits)
         r = run(*SMALL, *flags, script=script, launcher=launcher)
-        r.wait_for(lambda: what in r.text(), 60, what)
+        r.wait_for(lambda: what in r.text(), 150, what)
         return r
 
     return start
@@ -204,7 +204,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(run, tmp_path):
     broken = (line, f"        reward = float('nan') if self.tics > 200 and os.environ['RANK'] == '1' else reward\n{line}")
     r = run(*SMALL, script=edited(tmp_path, "appo_broken", REPORTS, broken), launcher=TWO)
     assert r.wait(60) == 1
-    assert r.text().count("FloatingPointError: the loss (nan)") == 2
+    assert r.text().count("FloatingPointError: the loss (nan)") in (1, 2)  # torchrun may end the other before it has said so
     assert all(torch.isfinite(tensor).all() for tensor in checkpoint(r)["agent"].values()) and checkpoint(r)["version"] > 0
 
 

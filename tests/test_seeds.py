@@ -17,12 +17,12 @@ import seeds  # noqa: E402
 
 
 SMALL = ("--env-id", "basic", "--num-workers", "1", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "32", "--hidden-size",
-         "32", "--device", "cpu", "--train-for-seconds", "3")  # fmt: skip
+         "32", "--device", "cpu", "--train-for-seconds", "8")  # fmt: skip
 
 
 def line(tmp_path, *flags):
     """The command line, and the script that it trains with."""
-    script = edited(tmp_path, "appo_edited", REPORTS)
+    script = edited(tmp_path, "appo_edited", (REPORTS[0], 'self.last["time"] >= 0.3:'))
     return [sys.executable, ROOT / "benchmark" / "seeds.py", "--folder", tmp_path / "runs", *flags, "--", sys.executable, script, *SMALL]
 
 
@@ -73,7 +73,9 @@ def test_a_grid_side_by_side(tmp_path):
     while time.monotonic() < deadline and not all(log.exists() and "frames/s" in log.read_text() for log in logs):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130 and all("stopped: " in log.read_text() for log in logs)
+    assert process.wait(30) == 130
+    ends = [re.findall("(stopped|done): ", log.read_text()) for log in logs]
+    assert ["stopped"] in ends and all(ends), "both have saved; one may have been done before the other began"
 
     assert subprocess.run(command, timeout=240).returncode == 0
     curves = seeds.read_curves(tmp_path / "runs" / "curves.csv")
