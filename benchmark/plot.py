@@ -153,6 +153,9 @@ HALF_HOUR = 1800  # seconds; of a run that was resumed later ones do not count
 # Sample Factory's paper: return after so many million frames, means over seeds, read off its curves (deadly_corridor x 100, its scale)
 PAPER = dict(my_way_home=(0.54, 25), deadly_corridor=(532, 25), defend_the_center=(18.7, 25), health_gathering=(21.0, 25),
              defend_the_line=(24.6, 25), battle=(20, 50), battle2=(10, 150))  # fmt: skip
+# PPO's paper (Schulman et al. 2017, table 6): means over three runs of 40 million frames, of each run's last 100 episodes
+PPO_PAPER = {"SpaceInvaders-v5": 942.5, "Qbert-v5": 14293.3, "Seaquest-v5": 1204.5, "MsPacman-v5": 2096.5, "Enduro-v5": 758.3,
+             "Boxing-v5": 94.6, "Freeway-v5": 32.5, "MontezumaRevenge-v5": 42.0}  # fmt: skip
 
 
 def half_hour() -> dict[str, np.ndarray]:
@@ -168,10 +171,12 @@ def random_returns() -> dict[str, float]:
 
 
 def published(env_id: str, step: float) -> str:
-    """What others have published: CleanRL at the same number of steps, or Sample Factory's paper."""
+    """What others have published: the papers of Sample Factory and PPO, or CleanRL at the same number of steps."""
     if env_id in PAPER:
         value, millions = PAPER[env_id]
         return f"{value:g} (Sample Factory, {millions} million)"
+    if env_id in PPO_PAPER:
+        return f"{PPO_PAPER[env_id]:g} (PPO's paper, 40 million)"
     path = RESULTS / f"cleanrl_{env_id.removesuffix('-v5').lower()}.csv"
     if not path.exists():
         return ""
