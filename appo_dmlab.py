@@ -127,7 +127,7 @@ class Args:
     frameskip: int = 4  # game ticks (frames) per step of the agent
     seed: int = 1  # of the network, of the action sampling and of the games
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
-    train_for_seconds: float | None = None  # stop after this many seconds of this session
+    train_for_seconds: float | None = None  # stop after this many seconds of learning in this session
     device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one; under torchrun each rank has its own
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
@@ -1214,7 +1214,8 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
         if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
             with contextlib.suppress(OSError):
                 os.set_inheritable(fd, False)
-    threading.Thread(target=watch_parent, daemon=True).start()
+    watcher = threading.Thread(target=watch_parent, daemon=True)
+    watcher.start()
     faulthandler.enable(file=error_pipe.fileno())  # the stack when a library crashes
     faulthandler.register(signal.SIGUSR1, file=error_pipe.fileno())  # the main process asks a hung actor where it hangs
     if core is not None:
@@ -1241,6 +1242,7 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
     except BaseException:
         with contextlib.suppress(OSError):
             os.write(error_pipe.fileno(), traceback.format_exc().encode()[-60_000:])
+        watcher.join(1)  # if the main process is dead, which may be why we are here, this thread ends our games and us
         os._exit(1)  # without closing the games, which may hang: the main process ends our process group
 
 
@@ -1857,7 +1859,7 @@ class Actors:
         self.processes[worker] = process
         reply_pipe.close()
         error_pipe.close()
-        self.looked = time.monotonic()  # the first start takes seconds, which are no actor's
+        self.looked = time.monotonic()  # the first start waits for the fork server's imports: no actor's time
 
     def is_current(self, group: int, incarnation: int) -> bool:
         """False for the requests of an actor that has been replaced."""
@@ -1992,17 +1994,23 @@ def in_process(args: Args, learner: Learner, stop_signals: list[int], session: i
             else:  # every slot is full
                 while not inference.full.empty():
                     slots.extend(inference.full.get()[0])
-                learner.waited += time.perf_counter() - start
+                full = time.perf_counter()
+                learner.waited += full - start
                 yield np.array(slots)
                 slots, start = [], time.perf_counter()
+                inference.held += start - full  # the learner's time
     finally:
         games.close()
 
 
 def train(typed: Args, folder: Path) -> int:
     """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
+    import resource  # not on every system, and those get main's sentence
+
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes four of our file descriptors
     args, (rank, ranks) = resolve(typed), rank_of()
     if rank:
         args.seed = game_seed(args.seed, rank)  # games and random numbers of its own
@@ -2234,7 +2242,7 @@ class Reporter:
         elif change["held"] >= change["waited"]:
             bottleneck = "learner"
         else:
-            bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
+            bottleneck = "games" if change["idle"] > 0.5 * (seconds - change["held"]) else "inference"
             if bottleneck == "games" and scalars["stats/compiling"] > 0.5:
                 bottleneck = "compiling maps (--fill-level-cache)"
         if change["unsaved"] and not self.warned:
@@ -2272,7 +2280,7 @@ def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Rep
     """The learner's loop. It saves the last good weights however it ends, unless by a second signal. Only rank 0 saves
     and reports; any rank may end the loop, for all of them."""
     rank, _ = rank_of()
-    started = saved = best_saved = time.monotonic()
+    started = saved = best_saved = time.monotonic()  # no best in the first 30 s: games that end first are short ones
     try:
         for slots in source:
             timed_out = args.train_for_seconds is not None and time.monotonic() - started >= args.train_for_seconds

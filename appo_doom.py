@@ -111,7 +111,7 @@ class Args:
     frameskip: int = 4  # game ticks (frames) per step of the agent
     seed: int = 1  # of the network, of the action sampling and of the games
     total_timesteps: int = 1_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
-    train_for_seconds: float | None = None  # stop after this many seconds of this session
+    train_for_seconds: float | None = None  # stop after this many seconds of learning in this session
     device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one; under torchrun each rank has its own
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
@@ -137,7 +137,7 @@ class Args:
     """pin worker i and its games to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
-    actor_timeout: float = 120.0  # a worker is restarted when a step, or the start of one game, takes more seconds
+    actor_timeout: float = 120.0  # restart a worker when a step of its games, or the start of one, takes more seconds
     inference_threads: int | None = None  # CPU threads of inference (of each rank). Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner (of each rank). Default: by the number of cores
 
@@ -353,11 +353,11 @@ def find_wad(name: str) -> str:
 @functools.cache
 def launcher() -> str:
     """Path of a shell script, kept in memory, that starts an engine: in the temporary folder, with the engine's own
-    folder made beforehand (engines that make it at the same time crash), deaf to a terminal's Ctrl-C, and killed by the
-    kernel when the process that started it ends."""
+    folder made beforehand (engines that make it at the same time crash), deaf to signals that a terminal or a batch
+    system sends to all, and killed by the kernel when the thread that started it ends."""
     folder, engine = shlex.quote(tempfile.gettempdir()), shlex.quote(f"{Path(vizdoom.__file__).parent}/vizdoom")
     script = f"""#!/bin/sh
-trap '' INT
+trap '' INT TERM
 mkdir -p {folder}/_vizdoom && cd {folder} || exit 1
 mortal="setpriv --pdeathsig KILL"  # from util-linux; if too old, a killed --evaluate or --num-workers 0 leaves engines
 $mortal true 2> /dev/null || mortal=
@@ -374,7 +374,7 @@ def unlink_game_files(pid: int | str = "self") -> None:
     with contextlib.suppress(OSError):
         lines = [line for line in open(f"/proc/{pid}/maps") if "/dev/shm/ViZDoom" in line and "(deleted)" not in line]
         for file in {line.split()[-1] for line in lines}:
-            os.unlink(file)
+            Path(file).unlink(missing_ok=True)
 
 
 def unlink_orphans() -> None:
@@ -982,7 +982,8 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
         if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
             with contextlib.suppress(OSError):
                 os.set_inheritable(fd, False)
-    threading.Thread(target=watch_parent, daemon=True).start()
+    watcher = threading.Thread(target=watch_parent, daemon=True)
+    watcher.start()
     faulthandler.enable(file=error_pipe.fileno())  # the stack when a library crashes
     faulthandler.register(signal.SIGUSR1, file=error_pipe.fileno())  # the main process asks a hung actor where it hangs
     if core is not None:
@@ -1009,6 +1010,7 @@ def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int
     except BaseException:
         with contextlib.suppress(OSError):
             os.write(error_pipe.fileno(), traceback.format_exc().encode()[-60_000:])
+        watcher.join(1)  # if the main process is dead, which may be why we are here, this thread ends our games and us
         os._exit(1)  # without closing the games, which may hang: the main process ends our process group
 
 
@@ -1603,7 +1605,7 @@ class Actors:
         self.processes[worker] = process
         reply_pipe.close()
         error_pipe.close()
-        self.looked = time.monotonic()  # the first start takes seconds, which are no actor's
+        self.looked = time.monotonic()  # the first start waits for the fork server's imports: no actor's time
 
     def is_current(self, group: int, incarnation: int) -> bool:
         """False for the requests of an actor that has been replaced."""
@@ -1738,17 +1740,23 @@ def in_process(args: Args, learner: Learner, stop_signals: list[int], session: i
             else:  # every slot is full
                 while not inference.full.empty():
                     slots.extend(inference.full.get()[0])
-                learner.waited += time.perf_counter() - start
+                full = time.perf_counter()
+                learner.waited += full - start
                 yield np.array(slots)
                 slots, start = [], time.perf_counter()
+                inference.held += start - full  # the learner's time
     finally:
         games.close()
 
 
 def train(typed: Args, folder: Path) -> int:
     """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
+    import resource  # not on every system, and those get main's sentence
+
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes four of our file descriptors
     args, (rank, ranks) = resolve(typed), rank_of()
     if rank:
         args.seed = game_seed(args.seed, rank)  # games and random numbers of its own
@@ -1901,7 +1909,7 @@ class Reporter:
         elif change["held"] >= change["waited"]:
             bottleneck = "learner"
         else:
-            bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
+            bottleneck = "games" if change["idle"] > 0.5 * (seconds - change["held"]) else "inference"
         score = f"return {np.mean(self.returns):.2f}, " if episodes else ""
         text = f"{fps:,.0f} frames/s, {score}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
         self.bar.set_postfix_str(text)
@@ -1912,14 +1920,14 @@ def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Rep
     """The learner's loop. It saves the last good weights however it ends, unless by a second signal. Only rank 0 saves
     and reports; any rank may end the loop, for all of them."""
     rank, ranks = rank_of()
-    full = 100 * ranks  # each rank's last 100 episodes
-    started = saved = best_saved = time.monotonic()
+    enough = 100 * ranks  # each rank's last 100 episodes
+    started = saved = best_saved = time.monotonic()  # no best in the first 30 s: games that end first are short ones
     try:
         for slots in source:
             timed_out = args.train_for_seconds is not None and time.monotonic() - started >= args.train_for_seconds
             metrics = learner.iterate(slots, timed_out)
             now = time.monotonic()
-            if rank == 0 and reporter.update(metrics) and len(reporter.returns) >= full and now - best_saved >= 30:
+            if rank == 0 and reporter.update(metrics) and len(reporter.returns) >= enough and now - best_saved >= 30:
                 if (mean := float(np.mean(reporter.returns))) > learner.best_return:
                     learner.best_return, best_saved = mean, now
                     save_checkpoint(checkpoints / "best.pth", learner)

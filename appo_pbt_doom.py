@@ -128,7 +128,7 @@ class Args:
     seed: int = 1  # of the network, of the action sampling and of the games
     total_timesteps: int = 1_000_000
     """stop after this many steps (frames / frameskip) of each policy, as a mean over them, all sessions together"""
-    train_for_seconds: float | None = None  # stop after this many seconds of this session
+    train_for_seconds: float | None = None  # stop after this many seconds of learning in this session
     device: str = "auto"  # cpu, cuda or cuda:1; auto takes cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
@@ -154,7 +154,7 @@ class Args:
     """pin worker i and its games to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
-    actor_timeout: float = 120.0  # a worker is restarted when a step, or the start of one game, takes more seconds
+    actor_timeout: float = 120.0  # restart a worker when a step of its games, or the start of one, takes more seconds
     inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
 
@@ -426,11 +426,11 @@ def find_wad(name: str) -> str:
 @functools.cache
 def launcher() -> str:
     """Path of a shell script, kept in memory, that starts an engine: in the temporary folder, with the engine's own
-    folder made beforehand (engines that make it at the same time crash), deaf to a terminal's Ctrl-C, and killed by the
-    kernel when the process that started it ends."""
+    folder made beforehand (engines that make it at the same time crash), deaf to signals that a terminal or a batch
+    system sends to all, and killed by the kernel when the thread that started it ends."""
     folder, engine = shlex.quote(tempfile.gettempdir()), shlex.quote(f"{Path(vizdoom.__file__).parent}/vizdoom")
     script = f"""#!/bin/sh
-trap '' INT
+trap '' INT TERM
 mkdir -p {folder}/_vizdoom && cd {folder} || exit 1
 mortal="setpriv --pdeathsig KILL"  # from util-linux; if too old, a killed --evaluate leaves engines
 $mortal true 2> /dev/null || mortal=
@@ -447,7 +447,7 @@ def unlink_game_files(pid: int | str = "self") -> None:
     with contextlib.suppress(OSError):
         lines = [line for line in open(f"/proc/{pid}/maps") if "/dev/shm/ViZDoom" in line and "(deleted)" not in line]
         for file in {line.split()[-1] for line in lines}:
-            os.unlink(file)
+            Path(file).unlink(missing_ok=True)
 
 
 def unlink_orphans() -> None:
@@ -1302,12 +1302,14 @@ def process_body(error_pipe, niced: bool, body, *arguments) -> None:
         if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
             with contextlib.suppress(OSError):
                 os.set_inheritable(fd, False)
-    threading.Thread(target=watch_parent, args=(niced,), daemon=True).start()
+    watcher = threading.Thread(target=watch_parent, args=(niced,), daemon=True)
+    watcher.start()
     try:
         body(*arguments)
     except BaseException:
         with contextlib.suppress(OSError):
             os.write(error_pipe.fileno(), traceback.format_exc().encode()[-60_000:])
+        watcher.join(1)  # if the main process is dead, which may be why we are here, this thread ends our games and us
         os._exit(1)  # without closing the games, which may hang: the main process ends our process group
 
 
@@ -1747,7 +1749,7 @@ class Reporter:
         if change["held"] >= change["waited"]:
             bottleneck = "learner"
         else:
-            bottleneck = "games" if change["idle"] > 0.5 * seconds else "inference"
+            bottleneck = "games" if change["idle"] > 0.5 * (seconds - change["held"]) else "inference"
         objective = scalars.get(OBJECTIVES[self.args.pbt_target_objective])
         lag = self.metrics.get("lag/mean", 0)
         self.control.send(dict(step=step, fps=fps, lag=lag, bottleneck=bottleneck, objective=objective))
@@ -1798,7 +1800,7 @@ def from_actors(control: Control, learner: Learner, count: int, stop_signals: li
 
 def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:
     """The learner's loop. It saves the last good weights however it ends, unless it is killed."""
-    saved = best_saved = time.monotonic()
+    saved = best_saved = time.monotonic()  # no best in the first 30 s: games that end first are short ones
     try:
         for slots in source:
             metrics = learner.iterate(slots)
@@ -2333,7 +2335,7 @@ class Actors:
         process.start()
         self.processes[worker] = process
         error_pipe.close()
-        self.looked = time.monotonic()  # the first start takes seconds, which are no actor's
+        self.looked = time.monotonic()  # the first start waits for the fork server's imports: no actor's time
 
     def check(self) -> None:
         """The main process calls this often; it looks after the actors once a second. Raises RuntimeError when one
@@ -2408,8 +2410,12 @@ class Actors:
 
 def train(typed: Args, folder: Path) -> int:
     """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
+    import resource  # not on every system, and those get main's sentence
+
     from torch.utils.tensorboard import SummaryWriter  # slow to import
 
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # actors and policies share many pipes
     args = resolve(typed)
     spaces, agents = spaces_of(args)
     P, W, B = args.num_policies, args.num_workers, args.batch_size // args.rollout

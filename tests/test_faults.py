@@ -6,6 +6,7 @@ The fixture `run` fails every one of these tests when a process or shared memory
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import torch
 
 import appo_doom
 from conftest import marked, shared_memory
-from edited import REPORTS, ROOT, edited
+from edited import REPORTS, ROOT, edited, with_envs
 
 SMALL = ("--experiment", "e", "--num-workers", "2", "--num-envs-per-worker", "2", "--worker-num-splits", "1", "--rollout", "8",
          "--batch-size", "32", "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "1000000")  # fmt: skip
@@ -230,12 +231,14 @@ def test_main_killed_with_the_games_in_it(run):
     playing(run(*IN_PROCESS), 2).process.kill()
 
 
-def test_ctrl_c_in_a_terminal_with_the_games_in_the_main_process(run):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_all_with_the_games_in_the_main_process(run, number):
     """It saves, as with actors. The train_dir is where the user is, which the games do not change, nor litter."""
-    r = playing(run(*IN_PROCESS, "--train-dir", "there"), 2)
+    line = "            metrics = learner.iterate(slots, timed_out)\n"
+    r = playing(run(*IN_PROCESS, "--train-dir", "there", edits=[(line, f"{line}            time.sleep(0.5)\n")]), 2)
     folder = r.folder / "there" / "e"
-    goes_on(r, 0)
-    os.killpg(r.process.pid, signal.SIGINT)
+    r.wait_for(lambda: "bottleneck: learner" in r.text(), 60, "what is slow")
+    os.killpg(r.process.pid, number)
     assert r.wait(30) == 130
     assert "Traceback" not in r.text() and "stopped: " in r.text()
     (path,) = (folder / "checkpoints").iterdir()
@@ -280,6 +283,47 @@ def test_an_actor_tries_to_be_nice_until_it_may(monkeypatch):
 @pytest.mark.parametrize("start", ["appo_atari"], indirect=True)  # the base in test_engine_hangs_and_main_is_killed
 def test_main_killed(start):
     training(start()).process.kill()  # the fixture looks for what is left
+
+
+CHILD = """
+class Env(gym.Env):
+    observation_space, action_space = gym.spaces.Box(0, 255, (36, 36, 3), np.uint8), gym.spaces.Discrete(2)
+    child = None
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            import subprocess
+            self.child = subprocess.Popen(["sleep", "1000"])
+        return np.zeros((36, 36, 3), np.uint8), {}
+
+    def step(self, action):
+        time.sleep(0.1)
+        return np.zeros((36, 36, 3), np.uint8), 0.0, False, False, {}
+
+    def close(self):
+        self.child and self.child.kill()
+"""
+
+
+def test_main_killed_while_actors_step(run, tmp_path):
+    """They then fail to write their requests, but may not end before the games' processes have been ended."""
+    slow = ('    """Kills an actor, if still alive,', '    time.sleep(0.5)\n    """Kills an actor, if still alive,')
+    r = run(*SMALL, script=with_envs(tmp_path, "appo_child", CHILD, slow))
+    goes_on(r, 0)
+    r.process.kill()
+
+
+def test_more_files_than_the_soft_limit(run):
+    """Each actor needs four in the main process, and the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (22, hard))
+    try:
+        r = run(*SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    goes_on(training(r), 0)
+    assert len(os.listdir(f"/proc/{r.process.pid}/fd")) > 22
+    stop(r)
 
 
 def test_truncated_newest_checkpoint(run):

@@ -743,7 +743,7 @@ def test_who_waits_for_a_policy_does_not_hang(replies, hangs, monkeypatch):
     actors, found = object.__new__(appo.Actors), []
     actors.args, actors.looked = appo.Args(actor_timeout=1.0, worker_num_splits=2), time.monotonic() - 5
     actors.numpys = [SimpleNamespace(requests=np.array([1, 1]), replies=np.array(r), started=np.array([4])) for r in replies]
-    actors.processes, actors.error_pipes = [SimpleNamespace(pid=process.pid, is_alive=lambda: True)], [None]
+    actors.processes, actors.error_pipes = [SimpleNamespace(pid=process.pid, is_alive=lambda: True)], [SimpleNamespace(poll=bool)]
     actors.progress, actors.seconds, actors.replace = [99], [0.0], lambda worker, reason: found.append(reason)
     monkeypatch.setattr(appo, "last_words", lambda pipe: "")
     actors.check()
