@@ -321,7 +321,7 @@ def test_more_files_than_the_soft_limit(run):
         r = run(*SMALL)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    goes_on(training(r), 0)
+    goes_on(r, 0)
     assert len(os.listdir(f"/proc/{r.process.pid}/fd")) > 22
     stop(r)
 
@@ -367,7 +367,7 @@ def test_memory_and_descriptors_stay_flat(run):
             time.sleep(0.05)
         return min(fds), pages * os.sysconf("SC_PAGE_SIZE") // 2**20
 
-    r = training(run(*SMALL))
+    r = run(*SMALL)
     goes_on(r, 0)
     time.sleep(4)
     fds, memory = usage()
