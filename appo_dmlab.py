@@ -26,7 +26,7 @@ per cent of what people reach. At an episode's end the engine has no observation
 else is the same text. The engine, deepmind_lab, is in no package registry.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
-     +-------------------------------+  request: group g  +------------------------------------------+
+     +-------------------------------+  request: byte s   +------------------------------------------+
      | step the envs of split s      | -----------------> | inference thread                         |
      | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
      | the mailbox rows of group g   | <----------------- |   into the rollouts, forward, sample,    |
@@ -43,8 +43,8 @@ else is the same text. The engine, deepmind_lab, is in no package registry.
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *batch* is B rollouts, an *iteration* is what the learner does with one.
-A *step* is one decision of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every policy that is
-published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
+A *step* is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that
+is published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
 that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
@@ -54,7 +54,7 @@ observation is the first of the next episode. So two flags say all there is to k
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was restarted)
+and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
 cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
 last step bootstraps from the value of the true last observation.
 """
@@ -64,25 +64,26 @@ import copy
 import ctypes
 import difflib
 import faulthandler
+import fcntl
 import functools
 import hashlib
 import json
 import math
-import multiprocessing.connection
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import queue
 import random
+import resource
+import select
+import selectors
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass, fields
@@ -100,10 +101,7 @@ import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
-
-# ======================================================================================================================
-# Args
-# ======================================================================================================================
+# === Args =============================================================================================================
 
 
 @dataclass
@@ -116,7 +114,7 @@ class Args:
     extended_action_set: bool | None = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9. Default: with dmlab_30
     one_task_per_worker: bool = False
     """with several tasks every worker plays a single one, so that slow levels do not hold up others, but fast levels
-    get a larger share of the samples. Default: the games of a worker play one task after the other"""
+    get a larger share of the samples. Default: the environments of a worker play one task after the other"""
     dataset_path: str | None = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours"""
     level_cache: str | None = None
@@ -124,8 +122,8 @@ class Args:
     are only alike if their caches are. Default: level_cache below train_dir"""
     fill_level_cache: int | None = None  # instead of training, compile maps for so many new seeds of each task
     renderer: Literal["software", "hardware"] = "software"  # hardware where the engine was built with it
-    frameskip: int = 4  # game ticks (frames) per step of the agent
-    seed: int = 1  # of the network, of the action sampling and of the games
+    frameskip: int = 4  # engine ticks (frames) per step of the agent
+    seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
     train_for_seconds: float | None = None  # stop after this many seconds of learning in this session
     device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one; under torchrun each rank has its own
@@ -139,23 +137,23 @@ class Args:
     eval_episodes: int = 10  # number of episodes to play of each task, on its test level where it has one
     eval_deterministic: bool = False  # play the likeliest action instead of a sampled one
     load_checkpoint_kind: Literal["latest", "best"] = "latest"  # which checkpoint to play with
-    save_video: bool = False  # write the first minute of one game's episodes to <experiment>/video.mp4
+    save_video: bool = False  # write the first minute of one environment's episodes to <experiment>/video.mp4
 
     # --- sampling
     num_workers: int | None = None
-    """actor processes (under torchrun: of each rank). Default: the cores this process may use. 0: games in this
-    process, to debug (implies sync)"""
-    num_envs_per_worker: int = 16  # games per worker
+    """actor processes (under torchrun: of each rank). Default: the cores this process may use. 0: one actor, a thread
+    of this process, to debug (implies sync)"""
+    num_envs_per_worker: int = 16  # environments per worker
     worker_num_splits: int | None = None
-    """parts that a worker's games are stepped in: it steps one while the others wait for actions. Default: 2 with CUDA
-    and an even number of games, else 1 (without CUDA a worker that waits leaves its core to the network)"""
+    """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
+    with CUDA and an even number of environments, else 1 (on a CPU who waits leaves the core to the network)"""
     set_workers_cpu_affinity: bool = True
-    """pin worker i and its games to the i-th core of this process; off where a container's CPU quota is less than its
+    """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float | None = None
-    """a worker is restarted when a step, or the start of one game, takes more seconds. Default: 60 for each game of a
-    split, since all of them may have to compile a map in one step; at least 600"""
+    """replace an actor when a step of its environments, or the start of one, takes more seconds. Default: 60 for each
+    environment of a split, since all of them may have to compile a map in one step; at least 600"""
     inference_threads: int | None = None  # CPU threads of inference (of each rank). Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner (of each rank). Default: by the number of cores
 
@@ -193,26 +191,14 @@ class Args:
 LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
 HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, worker_num_splits=256)  # a reply is one byte
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
-# flags of one session, not of the experiment
-SESSION = ("train_for_seconds", "evaluate", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video",
-           "fill_level_cache")  # fmt: skip
-# must be the checkpoint's; --evaluate may play some of its tasks
-GAME, NETWORK = (("env_id", "extended_action_set", "normalize_returns"),
-                 ("encoder", "rnn_type", "hidden_size", "normalize_input"))  # fmt: skip
+# Flags of one session, not of the experiment; and what a resumed run may not change
+EVALUATION = ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video")
+SESSION, FIXED = (("train_for_seconds", "evaluate", "fill_level_cache", *EVALUATION),
+                  ("env_id", "extended_action_set", "normalize_returns"))  # fmt: skip
 
 
 class UserError(Exception):
     """Something the user can fix; printed as one line, without a traceback."""
-
-
-def cpu_quota() -> float:
-    """How many cores' time this process may use of its container's (cgroup v2, else v1); infinity without a limit."""
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with contextlib.suppress(OSError, ValueError):  # no such file; "max" instead of a number
-            quota, period = map(int, " ".join(Path("/sys/fs/cgroup", name).read_text() for name in names).split())
-            if quota > 0:
-                return quota / period / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return float("inf")
 
 
 def resolve(args: Args) -> Args:
@@ -227,14 +213,16 @@ def resolve(args: Args) -> Args:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device.startswith("cuda") and dist.is_torchelastic_launched():  # each rank of a machine has its own GPU
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    kind, _, index = args.device.partition(":")
-    if args.device not in ("cpu", "cuda") and (kind != "cuda" or not index.isdecimal() or index != str(int(index))):
-        raise UserError(f"--device {args.device} is no device for this; cpu, cuda or cuda:1")
-    if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
-        raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {count} CUDA devices")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
+        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
     if args.extended_action_set is None:
         args.extended_action_set = "dmlab_30" in args.env_id.split(",")
-    cpu, in_mask, quota = kind == "cpu", len(os.sched_getaffinity(0)), cpu_quota()
+    cpu, cores, quota = args.device == "cpu", len(os.sched_getaffinity(0)), np.inf
+    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
+        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
+        quota /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.precision == "auto":
         if cpu:
             capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
@@ -242,16 +230,15 @@ def resolve(args: Args) -> Args:
             with torch.cuda.device(args.device):
                 capable = torch.cuda.is_bf16_supported(including_emulation=False)
         args.precision = "bfloat16" if capable else "float32"
-    n = max(1, int(min(in_mask, quota)))
-    if quota < in_mask:  # this machine's other containers see the same cores, and would pin to them too
+    n = max(1, int(min(cores, quota)))
+    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
         args.set_workers_cpu_affinity = False
     args.num_workers = n if args.num_workers is None else args.num_workers
-    args.sync |= args.num_workers == 0
     if args.num_workers == 0:
-        args.worker_num_splits = 1
+        args.sync, args.worker_num_splits = True, 1
     elif args.worker_num_splits is None:
         args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
-    # On a CPU learning with the ResNet costs more than inference and the games together (benchmark/results/
+    # On a CPU learning with the ResNet costs more than inference and the environments together (benchmark/results/
     # parts_dmlab.json): it may use every core.
     args.learner_threads = args.learner_threads or (1 if not cpu else n)
     args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
@@ -275,7 +262,49 @@ def resolve(args: Args) -> Args:
     return args
 
 
-ALL_REDUCE = SimpleNamespace(seconds=0.0)  # that the learner has waited for other ranks
+class Stop:
+    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
+    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and the exit code is 130. One that
+    comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
+    sent twice by a launcher, and while a checkpoint is being written it does nothing."""
+
+    def __init__(self):
+        self.asked_at, self.writing = None, False
+
+    def __bool__(self) -> bool:
+        return self.asked_at is not None
+
+    def __call__(self, number: int, frame) -> None:
+        self.asked_at = self.asked_at or time.monotonic()
+        if time.monotonic() - self.asked_at > 1.0 and not self.writing:
+            os.write(2, b"\nstopped at once\n")
+            os._exit(130)
+
+
+STOP = Stop()
+
+
+# Under `torchrun` each of its processes ("ranks") runs this whole pipeline, with actors of its own, and all of them
+# take every step of the optimiser together: the step that one process would take on the union of their batches. For
+# that, each rank divides its sums by the number of samples of all ranks, so that the sum over the ranks is the mean
+# over the union: of advantages and their squares, the symmetric KL and the metrics (appo_loss), of the loss and the
+# gradients (Learner.update), and of the statistics of the inputs (Normalizer). The counts of an iteration are summed
+# too (Learner.sum_counts). Without `torchrun` the functions below do nothing.
+
+
+def join_ranks() -> None:
+    """Meets the other ranks, and takes this one's share of the machine's cores."""
+    if not dist.is_torchelastic_launched():
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the launcher is killed, it stops us even so
+    i, n = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // n  # the same for all: they wait for the slowest
+    os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)  # it still has the addresses of the dead
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 
 
 def rank_of() -> tuple[int, int]:
@@ -286,34 +315,27 @@ def rank_of() -> tuple[int, int]:
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
     """In place, and equal on all ranks to the bit. Without `torchrun` x as it is."""
     if dist.is_initialized():
-        start = time.perf_counter()
         dist.all_reduce(x)
-        ALL_REDUCE.seconds += time.perf_counter() - start
     return x
 
 
-def gather_over_ranks(mine) -> list:
-    """What every rank has, in their order; waits for the last."""
-    everyone = [mine] * rank_of()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(everyone, mine)
-    return everyone
-
-
 def from_first_rank(function):
-    """What `function` returns on rank 0; only there it is called."""
-    result = [function() if rank_of()[0] == 0 else None]
-    if dist.is_initialized():
+    """What `function` returns on rank 0, where alone it is called. If it raises there, the others end in silence."""
+    if not dist.is_initialized():
+        return function()
+    result = [None]
+    try:
+        if dist.get_rank() == 0:
+            result = [(function(),)]
+    finally:
         dist.broadcast_object_list(result)
-    return result[0]
+    return result[0][0] if result[0] else sys.exit(0)
 
 
-# ======================================================================================================================
-# Environment
-# ======================================================================================================================
+# === Environment ======================================================================================================
 
 ENGINE, TICKS_PER_SECOND = "deepmind_lab", 60
-GAME_SHARED_MEMORY = 0  # bytes of /dev/shm that a game takes
+ENV_SHARED_MEMORY = 0  # bytes of /dev/shm that an environment takes
 IMAGE = (72, 96, 3)  # height, width, RGB
 DISK_RESERVE = 2 * 2**30  # bytes that the level cache leaves free, for checkpoints
 WORDS, VOCABULARY = 16, 1000  # words of an instruction that are read, and their numbers: 0 for none, 1 to 999
@@ -405,28 +427,28 @@ def task_numbers(args: Args) -> np.ndarray:
     return (rows // args.num_envs_per_worker if args.one_task_per_worker else rows) % len(tasks_of(args))
 
 
-def games_memory(args: Args) -> float:
-    """About how many GiB all games take. A worker with 16 of rooms_collect_good_objects_train was seen with 1.8."""
+def envs_memory(args: Args) -> float:
+    """About how many GiB they all take. A worker with 16 of rooms_collect_good_objects_train was seen with 1.8."""
     return max(1, args.num_workers) * (0.2 + 0.1 * args.num_envs_per_worker)
 
 
 def shares_of_tasks(args: Args) -> str:
-    """A sentence on which games play what, for the start of a run. Raises UserError where a task has none."""
+    """A sentence on which environments play what, for the start of a run. Raises UserError where a task has none."""
     tasks, counts = tasks_of(args), np.bincount(task_numbers(args), minlength=len(tasks_of(args)))
     if len(tasks) == 1:
-        return f"all games play {tasks[0]}"
+        return f"all environments play {tasks[0]}"
     if counts.min() == 0:
-        needed = f"--num-workers {len(tasks)}" if args.one_task_per_worker else f"{len(tasks)} games"
+        needed = f"--num-workers {len(tasks)}" if args.one_task_per_worker else f"{len(tasks)} environments"
         raise UserError(f"{len(tasks)} tasks need {needed} or more, one for each")
-    number = " or ".join(map(str, sorted({counts.min(), counts.max()}))) + (" games" if counts.max() > 1 else " game")
+    number = " or ".join(map(str, sorted({counts.min(), counts.max()})))
     even = args.sync or not args.one_task_per_worker and args.num_envs_per_worker % len(tasks) == 0
     if not even:
         share = "those on faster workers have more of the samples"
     elif counts.min() == counts.max():
         share = "all have the same number of samples"
     else:
-        share = "samples in proportion to games"
-    return f"{number} for each of {len(tasks)} tasks: {share}"
+        share = "samples in proportion to them"
+    return f"{number} environment{'s' * int(counts.max() > 1)} for each of {len(tasks)} tasks: {share}"
 
 
 def human_normalized(task: str, mean_return: float) -> float:
@@ -458,7 +480,7 @@ def make_lab(args: Args, name: str, **where):
     if args.dataset_path:
         config["datasetPath"] = args.dataset_path
     if args.renderer == "hardware":
-        config["gpuDeviceIndex"] = args.device.partition(":")[2] or "0"  # else all games of all ranks render on GPU 0
+        config["gpuDeviceIndex"] = args.device.partition(":")[2] or "0"  # else all ranks render on GPU 0
     if level.endswith("_test"):
         config["allowHoldOutLevels"] = "true"
     if args.evaluate:
@@ -467,9 +489,13 @@ def make_lab(args: Args, name: str, **where):
 
 
 def check_level(args: Args) -> None:
-    """Raises UserError for a level that the engine does not have, or a data set that is missing."""
+    """Raises UserError for a level that the engine does not have, or a data set or a folder that is missing."""
     tasks = tasks_of(args)
     lab_module()
+    try:
+        cache_folder(args).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {cache_folder(args)}: {error.strerror}") from None
     needy = [task for task in tasks if task_of(task).dataset]
     if needy and args.dataset_path is None:
         raise UserError(f"--dataset-path is missing, for {' and '.join(needy)}: the folder of the data set "
@@ -491,28 +517,11 @@ def cache_folder(args: Args) -> Path:
     return Path(args.level_cache or Path(args.train_dir, "level_cache"))
 
 
-def prepare_engines(args: Args, folder: Path) -> Path:
-    """Makes and returns the folder `folder`/engines. There this run has a folder, named by the main process's id, in
-    which each process with engines has one too. The run's folder is deleted when its processes have ended, in whatever
-    way. Raises UserError."""
-    engines = Path(os.path.abspath(folder)) / "engines"
-    mine = engines / str(os.getpid())
-    for place in (mine, cache_folder(args)):
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the folder {place}: {error.strerror}") from None
-    # A killed process deletes nothing, and neither does one whose engine ended it. So a shell does it: its `read` ends
-    # with this process, then it waits for the others, whose ids are their folders' names. At most a minute: where
-    # nobody collects dead processes they seem alive for ever.
-    reader, _ = os.pipe()  # the other end stays open as long as this process lives
-    script = """read -r _; cd "$0" || exit; i=0
-        for p in [0-9]*; do while [ $((i += 1)) -lt 300 ] && kill -0 "$p"; do sleep 0.2; done; done; rm -rf "$0" """
-    subprocess.Popen(["sh", "-c", script, str(mine)], stdin=reader, stdout=subprocess.DEVNULL,
-                     stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-    os.close(reader)
-    os.environ["APPO_DMLAB_ENGINES"] = str(mine)
-    return engines
+def engines_folder(args: Args) -> Path:
+    """Where processes with engines have folders of their own, and output.txt: what the engines and their scripts print.
+    """
+    folder = Path(args.train_dir, args.experiment) if args.experiment else cache_folder(args)
+    return Path(os.path.abspath(folder), "engines")
 
 
 @functools.lru_cache(maxsize=1000)
@@ -523,18 +532,23 @@ def words_of(instruction: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def prepare_process() -> Path:
-    """Makes this process's own folder for its engines, and returns it. What engines and their scripts print to
-    descriptor 1 goes to a file from now on; Python keeps the terminal."""
-    place = Path(os.environ["APPO_DMLAB_ENGINES"])  # set by prepare_engines
-    folder = place / str(os.getpid())
-    folder.mkdir(parents=True, exist_ok=True)
+def prepare_process(engines: Path) -> Path:
+    """Makes this process's own folder below `engines`, and returns it: it is deleted when the process has ended, in
+    whatever way. What engines print to descriptor 1 goes to a file from now on; Python keeps the terminal."""
+    engines.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f"{os.getpid()}_", dir=engines)
+    # A killed process deletes nothing, and neither does one whose engine ended it. So a shell does it, when nobody
+    # holds the other end of its pipe any more, which this process never closes.
+    reader, _ = os.pipe()
+    subprocess.Popen(["sh", "-c", 'read -r _; rm -rf "$0"', folder], stdin=reader, stdout=subprocess.DEVNULL,
+                     stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    os.close(reader)
     sys.stdout.flush()
-    sys.stdout = open(os.dup(1), "w", buffering=1)
-    file = os.open(place.parent / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout = open(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    file = os.open(engines / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.close(file)
-    return folder
+    return Path(folder)
 
 
 class LevelCache:
@@ -548,8 +562,8 @@ class LevelCache:
         self.folder, self.seeds, self.played = folder, folder / f"{name}.seeds", played / f"{name}.played"
         for path in (folder, played):
             path.mkdir(parents=True, exist_ok=True)
-        self.seed, self.mine, self.began = "", set(), 0.0  # mine: seeds that this game played
-        self.seconds, self.saved, self.unsaved = 0.0, 0, 0  # compiled so long; maps that the folder took, and did not
+        self.seed, self.mine, self.began = "", set(), 0.0  # mine: seeds that this environment played
+        self.seconds, self.saved, self.unsaved = 0.0, 0, 0  # see cost
 
     @staticmethod
     def read(path: Path) -> set[str]:
@@ -559,13 +573,11 @@ class LevelCache:
 
     def next_seed(self, rng: np.random.Generator) -> int:
         """A seed that this experiment has not played yet: one whose maps are there, while there are any."""
-        import fcntl  # here, so that other systems get main's sentence and no ImportError
-
         self.seed = str(rng.integers(2**31 - 1))
         try:
             with open(self.played, "a") as file:
                 with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.flock(file, fcntl.LOCK_EX)  # the experiment's other games choose too
+                    fcntl.flock(file, fcntl.LOCK_EX)  # the experiment's other environments choose too
                 played = self.mine | self.read(self.played)
                 cached = self.read(self.seeds) if self.seeds.exists() else set()
                 if ready := sorted(cached - played):
@@ -604,13 +616,19 @@ class LevelCache:
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
+    def cost(self) -> np.ndarray:
+        """Since the last call: seconds in which maps were compiled, maps that the folder took, and did not take."""
+        cost = np.array([self.seconds, self.saved, self.unsaved])
+        self.seconds, self.saved, self.unsaved = 0.0, 0, 0
+        return cost
+
 
 class LabEnv(gym.Env):
-    """One game of DeepMind Lab. Observation: a Dict of the image `obs`, uint8 [72, 96, 3], and `vector`, float32 [17]:
-    the task's number, which only the critic reads, and the numbers of the instruction's words, 0 where there is none.
+    """One environment. Observation: a Dict of `obs`, the image, uint8 [72, 96, 3]; `words`, int64 [16], the numbers of
+    the instruction's words, 0 where there is none; and `task`, int64, the task's number, which only the critic reads.
 
-    In info: `raw_reward`, the engine's reward, of which scores are sums; `compiling`, the seconds that maps took; and
-    `unsaved`, the number of maps that could not be written to the cache."""
+    In info: `raw_reward`, the engine's reward, of which scores are sums; and `maps`, what they cost (LevelCache.cost).
+    """
 
     metadata = {"render_modes": ["rgb_array"]}
 
@@ -619,16 +637,17 @@ class LabEnv(gym.Env):
         self.name = tasks_of(args)[number]
         self.task = task_of(self.name)
         self.actions = np.array(EXTENDED_ACTIONS if args.extended_action_set else ACTIONS, np.intc)
-        image, vector = gym.spaces.Box(0, 255, IMAGE, np.uint8), gym.spaces.Box(0, VOCABULARY, (1 + WORDS,), np.float32)
-        self.observation_space = gym.spaces.Dict(obs=image, vector=vector)
+        self.observation_space = gym.spaces.Dict(
+            obs=gym.spaces.Box(0, 255, IMAGE, np.uint8),
+            words=gym.spaces.Box(0, VOCABULARY - 1, (WORDS,), np.int64),
+            task=gym.spaces.Box(0, len(tasks_of(args)) - 1, (), np.int64),
+        )
         self.action_space = gym.spaces.Discrete(len(self.actions))
 
     def start(self) -> None:
         """Makes the engine; not earlier, since `spaces_of` needs none, and the environments are made in one go."""
         args = self.args
-        if "APPO_DMLAB_ENGINES" not in os.environ:  # the games are another program's
-            prepare_engines(args, Path(args.train_dir))
-        folder = prepare_process()
+        folder = prepare_process(engines_folder(args))
         played = Path(args.train_dir, args.experiment, "played") if args.experiment else folder
         self.cache = LevelCache(cache_folder(args), played, self.name)
         self.lab = make_lab(args, self.name, level_cache=self.cache, temp_folder=tempfile.mkdtemp(dir=folder))
@@ -636,11 +655,10 @@ class LabEnv(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         if self.lab is None:
             self.start()
-        elif seed is not None and seed == self.seed and self.frames == 0:  # Games.reset asks twice; a map takes seconds
+        elif seed is not None and seed == self.seed and self.frames == 0:  # WorkerEnvs.reset asks twice
             return self.observation(), {}
         if seed is not None:
             self.seed, self.rng = seed, np.random.default_rng(seed)
-        before = self.cache.seconds, self.cache.unsaved
         if self.task.generated and not self.args.evaluate:
             chosen = self.cache.next_seed(self.rng)
         else:  # an evaluation can be repeated: it asks for the same maps again
@@ -648,22 +666,18 @@ class LabEnv(gym.Env):
         self.lab.reset(seed=chosen)
         self.frames = 0
         self.read()
-        return self.observation(), self.compiled_since(*before)
+        return self.observation(), dict(maps=self.cache.cost())
 
     def read(self) -> None:
         observations = self.lab.observations()
-        self.image, self.words = observations["RGB_INTERLEAVED"], words_of(observations["INSTR"])
-
-    def compiled_since(self, seconds: float, unsaved: int) -> dict:
-        return dict(compiling=self.cache.seconds - seconds, unsaved=self.cache.unsaved - unsaved)
+        self.image, self.words = observations["RGB_INTERLEAVED"], np.zeros(WORDS, np.int64)
+        words = words_of(observations["INSTR"])
+        self.words[: len(words)] = words
 
     def observation(self) -> dict:
-        vector = np.zeros(1 + WORDS, np.float32)
-        vector[0], vector[1 : 1 + len(self.words)] = self.number, self.words
-        return dict(obs=self.image, vector=vector)
+        return dict(obs=self.image, words=self.words, task=np.array(self.number))
 
     def step(self, action):
-        before = self.cache.seconds, self.cache.unsaved
         raw_reward = self.lab.step(self.actions[action], num_steps=self.args.frameskip)
         self.frames += self.args.frameskip
         over = not self.lab.is_running()
@@ -672,7 +686,7 @@ class LabEnv(gym.Env):
         # IMPALA's reward: optimistic asymmetric clipping (Espeholt et al. 2018, figure D.1)
         reward = 5 * math.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3)
         truncated = over and self.frames >= self.task.frames  # the engine does not say why an episode ended
-        info = dict(raw_reward=raw_reward, **self.compiled_since(*before))
+        info = dict(raw_reward=raw_reward, maps=self.cache.cost())
         return self.observation(), reward, over and not truncated, truncated, info
 
     def render(self) -> np.ndarray:
@@ -685,59 +699,85 @@ class LabEnv(gym.Env):
             self.lab = None
 
 
+class MapEnv(gym.Env):
+    """What `fill_level_cache` has for environments: a step compiles a map, of the task whose number is the action."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)  # nothing
+
+    def __init__(self, args: Args):
+        self.args, self.env, self.nothing = args, None, np.zeros(1, np.float32)
+        self.action_space = gym.spaces.Discrete(len(tasks_of(args)))
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        self.rng = np.random.default_rng(seed)
+        return self.nothing, {}
+
+    def step(self, action):
+        if self.env is None or self.env.number != action:
+            self.close()
+            self.env = LabEnv(self.args, int(action))
+            self.env.start()
+        seed = int(self.rng.integers(2**31 - 1))
+        self.env.cache.seed = str(seed)
+        self.env.lab.reset(seed=seed)
+        return self.nothing, 0.0, False, False, dict(maps=self.env.cache.cost())
+
+    def close(self) -> None:
+        if self.env is not None:
+            self.env.close()
+
+
 def make_envs(args: Args, num_envs: int, first_row: int = 0) -> gym.vector.VectorEnv:
     """The environments of one split of a worker, which are the rows from `first_row` on. Edit this function to train on
     something else.
 
-    What it returns must reset on the step after an episode's end (NEXT_STEP), show one uint8 image in a Dict as `obs`
-    beside a float `vector` as in `LabEnv`, and take Discrete or MultiDiscrete actions. No game is started before
-    `reset`. In every step's `info` there may be what `LabEnv` has, and `game_over`, a bool: False where an episode
-    ends and the game goes on. Actors cannot start processes of multiprocessing (AsyncVectorEnv).
+    What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, and take
+    Discrete or MultiDiscrete actions. `Agent` sees what `LabEnv` shows. In every step's `info` there may be what
+    `LabEnv` has, and `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life.
+    Actors cannot start processes of multiprocessing (AsyncVectorEnv).
     """
     numbers = task_numbers(args)[first_row : first_row + num_envs]
     envs = [functools.partial(LabEnv, args, int(number)) for number in numbers]
+    if args.fill_level_cache:
+        envs = [functools.partial(MapEnv, args)] * num_envs
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
 
 
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
-    image: tuple[int, ...]  # shape of the image: height, width, channels
-    vector: int  # length of the vector beside it, 0 for none
+    obs: dict[str, gym.spaces.Box]  # the arrays that an observation consists of, by name
     heads: tuple[int, ...]  # number of actions of each independent head
 
 
-def split_observation(observation) -> tuple:
-    """(image, vector or None) of an observation or of an observation space."""
-    if isinstance(observation, (dict, gym.spaces.Dict)):
-        return observation["obs"], observation["vector"]
-    return observation, None
+def by_name(observation) -> dict:
+    """An observation, or the space of one, as a dict: what is none has the one name `obs`."""
+    return dict(observation) if isinstance(observation, (dict, gym.spaces.Dict)) else dict(obs=observation)
 
 
 def spaces_of(args: Args) -> Spaces:
     """The spaces of what `make_envs` returns. Raises UserError where the pipeline does not support them."""
-    with contextlib.closing(make_envs(args, 1)) as envs:  # starts no game
-        observation, action = envs.single_observation_space, envs.single_action_space
+    with contextlib.closing(make_envs(args, 1)) as envs:  # starts no engine
+        obs, action = by_name(envs.single_observation_space), envs.single_action_space
         mode = envs.metadata.get("autoreset_mode")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    try:
-        image, vector = split_observation(observation)
-        (width,) = vector.shape if vector else (0,)
-        heads = tuple(int(n) for n in (action.nvec if isinstance(action, gym.spaces.MultiDiscrete) else (action.n,)))
-        supported = image.dtype == np.uint8 and len(image.shape) == 3 and not np.any(action.start)
-        supported &= width == 1 + WORDS
-    except (AttributeError, KeyError, TypeError, ValueError):
-        supported = False
-    if not supported or isinstance(observation, gym.spaces.Dict) and len(observation) > 2:
-        raise UserError(f"unsupported spaces, {observation} and {action}: one uint8 image in a Dict as `obs` beside a "
-                        f"`vector` of {1 + WORDS}, and Discrete or MultiDiscrete actions that start at 0")  # fmt: skip
-    return Spaces(image.shape, width, heads)
+    boxes = all(isinstance(space, gym.spaces.Box) for space in obs.values())
+    if not boxes or not isinstance(action, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)) or np.any(action.start):
+        raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
+                        "Discrete or MultiDiscrete from 0 on")  # fmt: skip
+    return Spaces(obs, tuple(map(int, np.atleast_1d(getattr(action, "nvec", getattr(action, "n", 0))))))
 
 
-# ======================================================================================================================
-# Mailbox and rollouts
-# ======================================================================================================================
+# === Mailbox and rollouts =============================================================================================
+
+
+def tensors(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Room for observations, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
+    kinds = {name: "float32" if space.dtype.kind == "f" else space.dtype.name for name, space in spaces.obs.items()}
+    return {name: torch.zeros((*shape, *space.shape), dtype=getattr(torch, kinds[name]), device=device)
+            for name, space in spaces.obs.items()}  # fmt: skip
+
 
 class Mailbox:
     """The only memory that actors share with the main process. Row r = worker * num_envs_per_worker + environment.
@@ -745,43 +785,39 @@ class Mailbox:
     Between its request and its reply a group's rows belong to the inference thread, otherwise to its actor: no locks.
     """
 
-    def __init__(self, spaces: Spaces, rows: int, workers: int):
-        def shared(*shape, dtype):
-            return torch.zeros(shape, dtype=dtype).share_memory_()
-
+    def __init__(self, spaces: Spaces, rows: int):
         # written by the actor, between a reply and its next request
-        self.obs = shared(rows, *spaces.image, dtype=torch.uint8)  # the current observation
-        self.vector = shared(rows, spaces.vector, dtype=torch.float32)  # and the vector beside it
-        self.reward = shared(rows, dtype=torch.float32)  # of the action before it, after scale and clip
-        self.terminated = shared(rows, dtype=torch.bool)  # that action ended the episode for good
-        self.first = shared(rows, dtype=torch.bool)  # obs is the first of an episode
-        # of the game that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended)
-        self.episode = shared(rows, 3, dtype=torch.float32)
-        # written by the actor at any time: seconds that maps were compiled, and maps that the cache could not take
-        self.compiling = shared(workers, dtype=torch.float64)
-        self.unsaved = shared(workers, dtype=torch.int64)
+        self.obs = tensors(spaces, rows)  # the current observation
+        self.reward = torch.zeros(rows)  # of the action before it, after scale and clip
+        self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
+        self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
+        # of the episode that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended)
+        self.episode = torch.zeros(rows, 3)
+        # of the last step: seconds in which maps were compiled, maps that the cache took, and that it did not take
+        self.maps = torch.zeros(rows, 3)
         # written by inference, between a request and its reply
-        self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        # written by the actor at any time, zeroed when it is started: signs that it is not stuck
-        self.started = shared(workers, dtype=torch.int64)  # games started so far
-        self.requests = shared(workers, dtype=torch.int64)  # requests so far
+        self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
+        for field in fields_of(self):
+            field.share_memory_()
 
     def numpy(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
-        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items()})
+        arrays = {name: field.numpy() for name, field in vars(self).items() if name != "obs"}
+        return SimpleNamespace(obs={name: part.numpy() for name, part in self.obs.items()}, **arrays)
 
 
 class Rollouts:
-    """Memory of the learning process alone, [time, slot, ...]: inference writes FILLING slots, the learner copies FULL.
+    """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
+    device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
+    asking the device. NaN: should a slot be read before it was written, the loss would not be finite.
 
-    Observations, and what inference computes, stay on the device. Flags, rewards and versions stay on the host, where
-    the learner finds resets and valid samples without asking the device. NaN marks what was never written.
+    A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
+    `Learner.collect` makes it LEARNING, `Inference.release` FREE.
     """
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
         # on the device; T + 1: with the observation that the last value is bootstrapped from
-        self.obs = torch.zeros((T + 1, slots, *spaces.image), dtype=torch.uint8, device=device)
-        self.vector = torch.zeros((T + 1, slots, spaces.vector), device=device)
+        self.obs = tensors(spaces, T + 1, slots, device=device)
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
@@ -796,20 +832,36 @@ class Rollouts:
 def slots_needed(args: Args) -> int:
     """A slot for every row to fill, and `max_batches_ahead` batches FULL. B + n rule out deadlock: when every group
     waits for its n slots and the learner for its B, none is FILLING and fewer than B are FULL, so at least n are free.
-    With `sync` one slot for every row."""
+
+    What `sync` is: as many slots as one batch, one for every row, which `Learner.iterate` gives back only after the
+    update. Everything else that it changes is a default in `resolve`."""
     B, n = args.batch_size // args.rollout, args.num_envs_per_worker // args.worker_num_splits
     if args.sync:
         return B
     return max(args.num_workers * args.num_envs_per_worker, B + n) + args.max_batches_ahead * B
 
 
+def fields_of(memory: Mailbox | Rollouts) -> list:
+    """All its tensors and arrays."""
+    return [*memory.obs.values(), *(field for name, field in vars(memory).items() if name != "obs")]
+
+
 def mebibytes(memory: Mailbox | Rollouts) -> float:
-    return sum(field.nbytes for field in vars(memory).values()) / 2**20
+    return sum(field.nbytes for field in fields_of(memory)) / 2**20
 
 
-# ======================================================================================================================
-# Agent
-# ======================================================================================================================
+def check_shared_memory(spaces: Spaces, rows: int) -> None:
+    """Raises UserError when /dev/shm has no room for the mailbox and the engines: later the kernel would kill the
+    run."""
+    rows *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of all ranks on this machine
+    needed = rows * (sum(part.nbytes for part in tensors(spaces, 1).values()) + 64 + ENV_SHARED_MEMORY)
+    free = shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
+                        "environments or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
+
+
+# === Agent ============================================================================================================
 
 
 class Normalizer(nn.Module):
@@ -835,16 +887,14 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
-        Raises FloatingPointError, before anything is changed, for an input that is not finite."""
-        x = x[valid].float() / self.unit  # boolean indexing waits for the device; so did the update just before
+        """x [N, *shape], finite, of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque
+        1979)."""
+        x = x[valid].float() / self.unit  # waits for the device, as the check of the loss before it has done
         n = int(sum_over_ranks(torch.tensor(len(x))))
         if n == 0:
             return
         mean = sum_over_ranks(x.sum(0) / n)
         var = sum_over_ranks((x - mean).square_().sum(0) / n)
-        if not (mean + var).isfinite().all():  # infinities are clipped to +-5, so no loss would show them
-            raise FloatingPointError("an observation is not finite")
         total = self.count + n
         delta = mean - self.mean
         self.var.copy_((self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total)
@@ -916,14 +966,27 @@ class Agent(nn.Module):
     """The network of IMPALA (Espeholt et al. 2018, figure 3). `impala`: three stages of a convolution, a pool and two
     residual blocks with 16, 32, 32 channels; `convnet`: convolutions 16/8/4 and 32/4/2 (channels, kernel, stride). Then
     a layer of `hidden_size`, joined by what an LSTM of 64 makes of the instruction's words (embeddings of 20); a
-    recurrent core, logits, and one value for each task. ReLU. The residual convolutions start as PyTorch's do."""
+    recurrent core, logits, and one value for each task. ReLU. The residual convolutions start as PyTorch's do.
+
+    To add an input, add it to the environment's observation, and here to `__init__` and `encode`. A network of your own
+    has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none),
+    `critic` (a PopArt), `forward` and `update_normalizers`; each parameter has a gradient, and nothing depends on
+    `train()`. The flags of this one: normalize_input, encoder, rnn_type, hidden_size, precision.
+    """
 
     def __init__(self, spaces: Spaces, args: Args):
+        """Raises UserError for observations that it cannot see."""
         super().__init__()
         self.heads, self.rnn_type, self.normalize = spaces.heads, args.rnn_type, args.normalize_input
         self.bfloat16 = args.precision == "bfloat16"
-        height, width, channels = spaces.image
-        self.image_norm = Normalizer(spaces.image, unit=255.0)
+        self.normalizers = nn.ModuleDict({
+            name: Normalizer(space.shape, unit=255.0 if space.dtype == np.uint8 else 1.0)
+            for name, space in spaces.obs.items()
+            if space.dtype == np.uint8 or space.dtype.kind == "f" and args.normalize_input
+        })  # fmt: skip
+        if spaces.obs.keys() != {"obs", "words", "task"} or len(spaces.obs["obs"].shape) != 3:
+            raise UserError(f"this network sees an image `obs`, `words` and the number of a `task`, not {spaces.obs}")
+        height, width, channels = spaces.obs["obs"].shape
         if args.encoder == "impala":
             layers, before = [], channels
             for now in (16, 32, 32):
@@ -959,23 +1022,25 @@ class Agent(nn.Module):
         outputs, _ = self.reader(self.embedding(texts))
         return outputs[torch.arange(len(texts), device=words.device), last][index]
 
-    def encode(self, obs: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """obs uint8 [N, H, W, C], vector float32 [N, V] -> float32 [N, features]"""
-        instruction = self.read(vector[:, 1:].long())  # first: `unique` waits for the device, while little is queued
-        x = self.image_norm(obs).permute(0, 3, 1, 2)
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
+    def encode(self, obs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """obs by name [N, ...], as in the space -> float32 [N, features]"""
+        instruction = self.read(obs["words"])  # first: `unique` waits for the device, while little is queued
+        x = self.normalizers["obs"](obs["obs"]).permute(0, 3, 1, 2)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
             # flatten in the order of memory (height, width, channel): a view instead of a copy
             x = F.relu(self.fc(self.conv(x).permute(0, 2, 3, 1).flatten(1)), inplace=True)
         x = x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
         return torch.cat([x, instruction], dim=-1)
 
-    def forward(self, obs, vector, first, state, restarts=(0,)):
-        """obs uint8 [T, B, H, W, C], vector float32 [T, B, V], first bool [T, B], state float32 [B, state_size] before
-        obs[0]; restarts: the times at which `first` is set in any row, in order, with 0. The recurrent core runs once
-        for each stretch between them; where one begins, the state of the rows with `first` is zeroed.
+    def forward(self, obs, first, state, restarts=None):
+        """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; restarts: 0 and the
+        times at which `first` is set in any row, in order (None: they are looked for). The recurrent core runs once for
+        each stretch between them; where one begins, the state of the rows with `first` is zeroed.
         Returns logits [T, B, sum(heads)], values [T, B], state."""
         T, B = first.shape
-        x = self.encode(obs.flatten(0, 1), vector.flatten(0, 1)).unflatten(0, (T, B))
+        x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
+        if restarts is None:
+            restarts = [0] + [t for t in range(1, T) if first[t].any()]
         if self.rnn_type != "none":
             outputs = []
             lengths = [end - start for start, end in zip(restarts, [*restarts[1:], T])]
@@ -990,13 +1055,13 @@ class Agent(nn.Module):
                 state = hidden.squeeze(0)
                 outputs.append(output)
             x = torch.cat(outputs)
-        return self.actor(x), self.critic(x, vector[..., 0].long()), state
+        return self.actor(x), self.critic(x, obs["task"]), state
 
-    @torch.no_grad()
-    def update_normalizers(self, obs: torch.Tensor, vector: torch.Tensor, valid: torch.Tensor) -> None:
-        """obs [T, B, ...], vector [T, B, V], valid [T, B]"""
+    def update_normalizers(self, obs: dict[str, torch.Tensor], valid: torch.Tensor) -> None:
+        """obs by name [T, B, ...], valid bool [T, B]"""
         if self.normalize:
-            self.image_norm.update(obs[::4].flatten(0, 1), valid[::4].flatten())  # neighbours in time hardly differ
+            for name, normalizer in self.normalizers.items():  # of every fourth step: neighbours in time hardly differ
+                normalizer.update(obs[name][::4].flatten(0, 1), valid[::4].flatten())
 
 
 def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
@@ -1014,21 +1079,21 @@ def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: 
 
 def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[int, ...]):
     """logits [..., sum(heads)], actions [..., heads] -> joint log-probability, entropy and symmetric KL to the uniform
-    policy, [...] each, summed over the independent heads."""
+    policy, [...] each, summed over the independent heads. An action whose logit is -inf is none."""
     logprob = entropy = symmetric_kl = 0.0
     for h, head in enumerate(logits.split(heads, dim=-1)):
         logp = head.log_softmax(-1)
-        head_entropy = -(logp.exp() * logp).sum(-1)
         logprob = logprob + logp.gather(-1, actions[..., h : h + 1]).squeeze(-1)
+        possible = head > -torch.inf
+        probability, logp = logp.exp(), torch.where(possible, logp, 0.0)
+        head_entropy = -(probability * logp).sum(-1)
         entropy = entropy + head_entropy
         # (KL(p|u) + KL(u|p)) / 2 with KL(p|u) = log n - H(p) and KL(u|p) = -log n - mean log p
-        symmetric_kl = symmetric_kl + 0.5 * (-head_entropy - logp.mean(-1))
+        symmetric_kl = symmetric_kl + 0.5 * (-head_entropy - logp.sum(-1) / possible.sum(-1))
     return logprob, entropy, symmetric_kl
 
 
-# ======================================================================================================================
-# V-trace and the loss
-# ======================================================================================================================
+# === V-trace and the loss =============================================================================================
 
 
 @torch.no_grad()
@@ -1059,10 +1124,9 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
 
 
 class Batch(NamedTuple):
-    """B rollouts on the learner's device, [time, rollout, ...]; the last two fields are on the host."""
+    """B rollouts on the learner's device, [time, rollout, ...]."""
 
-    obs: torch.Tensor  # uint8 [T+1, B, H, W, C]
-    vector: torch.Tensor  # float32 [T+1, B, V]
+    obs: dict[str, torch.Tensor]  # by name [T+1, B, ...]
     first: torch.Tensor  # bool [T+1, B]
     rnn_state: torch.Tensor  # float32 [B, state_size]
     actions: torch.Tensor  # int64 [T, B, heads]
@@ -1071,14 +1135,13 @@ class Batch(NamedTuple):
     rewards: torch.Tensor  # float32 [T, B]
     terminated: torch.Tensor  # bool [T, B]
     mask: torch.Tensor  # bool [T, B]: valid and younger than max_policy_lag: what the losses average over
-    restarts: list[int]  # see Agent.forward
-    size: int  # samples in mask, on the host
+    restarts: list[int]  # see Agent.forward; on the host
 
 
 def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Returns the loss, the targets
     float32 [T, B], and metrics, on the device."""
-    logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
+    logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(math.log(0.05), math.log(20.0)).exp()  # Sample Factory's band; no gradient outside
@@ -1086,7 +1149,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
 
-    task = batch.vector[:-1, :, 0].long()
+    task = batch.obs["task"][:-1]
     unit = agent.critic.std[task]
     advantages = advantages / unit  # so that no task drowns the others; the value loss does the same (PopArt)
 
@@ -1108,7 +1171,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
 
     if args.exploration_loss == "entropy":
         exploration = -mean(entropy)
-    else:  # not above 30: there it has no gradient
+    else:  # off while its mean is above 30, as in Sample Factory
         exploration = mean(symmetric_kl) * (sum_over_ranks(mean(symmetric_kl.detach())) < 30.0)
     loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
 
@@ -1132,123 +1195,244 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     return loss, target, metrics
 
 
-# ======================================================================================================================
-# Actor
-# ======================================================================================================================
-
-REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; writes this small are atomic
-WAKE = -1  # "group" of a message that only wakes the inference thread: slots were freed, or the run ends
+# === Actor ============================================================================================================
 
 
-class Games:
+class WorkerEnvs:
     """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; from then on the rows
     belong to the caller, until it has filled in the actions and calls `step` for that split again."""
 
-    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
+    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int, before_start=lambda: None):
+        """mailbox: its arrays; before_start: called before each environment is started, which may take seconds."""
         S = args.worker_num_splits
         n = args.num_envs_per_worker // S
-        self.args, self.worker, self.mailbox, self.seed, self.n = args, worker, mailbox, seed, n
-        random.seed(seed)  # for games that use these: forked actors would all have the same numbers
-        np.random.seed(seed)
+        self.args, self.mailbox, self.seed, self.n, self.before_start = args, mailbox, seed, n, before_start
         starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
-        self.rows = [slice(start, start + n) for start in starts]
         self.splits = [make_envs(args, n, start) for start in starts]
+        self.rows = [slice(start, start + n) for start in starts]
         self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
-        self.totals = np.zeros((S, n, 3))  # of the games still running; columns as in Mailbox.episode
+        self.totals = np.zeros((S, n, 3))  # of the episodes under way; columns as in Mailbox.episode
 
     def reset(self, split: int) -> None:
-        """Starts the split's games."""
+        """Starts the split's environments."""
         r, envs, mailbox, seed = self.rows[split], self.splits[split], self.mailbox, self.seed + split * self.n
-        # Where the vector class allows it, games are started one by one, so that each counts as progress. The reset of
-        # the whole split afterwards costs little.
+        # Where the vector class allows it, one by one. The reset of the whole split afterwards costs little.
         for i, env in enumerate(getattr(envs, "envs", ())):
-            self.count(env.reset(seed=seed + i)[1])
-            mailbox.started[self.worker] += 1
-        observation, _ = envs.reset(seed=seed)
-        mailbox.started[self.worker] = (split + 1) * self.n
-        self.write(r, observation)
+            self.before_start()
+            env.reset(seed=seed + i)
+        self.before_start()
+        self.write(r, envs.reset(seed=seed)[0])
         mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
+        mailbox.maps[r] = 0.0  # what a start compiles is no part of the rates that are reported
 
     def step(self, split: int) -> None:
         r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
         first = self.ended[split].copy()
-        action = mailbox.action[r].reshape(envs.action_space.shape).copy()  # the game may keep it
+        action = mailbox.action[r].reshape(envs.action_space.shape).copy()  # the environment may keep it
         observation, reward, terminated, truncated, info = envs.step(action)
         self.write(r, observation)
         raw_reward = info.get("raw_reward", reward)
-        self.count(info)
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
+        mailbox.maps[r] = info.get("maps", 0.0)
         self.ended[split] = terminated | truncated
         totals += np.stack([raw_reward, reward, np.ones(self.n)], axis=-1) * ~first[:, None]
         over = np.asarray(info.get("game_over", self.ended[split]), bool)  # not where a lost life ended it
         mailbox.episode[r] = totals * over[:, None]
         totals[over] = 0
 
-    def count(self, info: dict) -> None:
-        self.mailbox.compiling[self.worker] += np.sum(info.get("compiling", 0.0))
-        self.mailbox.unsaved[self.worker] += np.sum(info.get("unsaved", 0))
-
     def write(self, r: slice, observation) -> None:
-        image, vector = split_observation(observation)
-        self.mailbox.obs[r] = image
-        if vector is not None:
-            self.mailbox.vector[r] = vector
+        for name, part in by_name(observation).items():
+            self.mailbox.obs[name][r] = part
 
     def close(self) -> None:
         for envs in self.splits:
             envs.close()
 
 
-def game_seed(*entropy: int) -> int:
-    """The seed of a worker's first game; game i has seed + i. Below 2**30, so that all of them fit 31 bits."""
+def env_seed(*entropy: int) -> int:
+    """The seed of a worker's first environment; environment i has seed + i. Below 2**30, so that all fit 31 bits."""
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
 
 
-def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int, mailbox: Mailbox,
-          request_pipe, reply_pipe, error_pipe) -> None:  # fmt: skip
-    """Body of an actor process. All actors write to one request pipe. A byte from this actor's reply pipe is the number
-    of a split whose actions are in the mailbox. The error pipe receives the traceback, as raw text."""
-    os.setsid()  # a process group of our own, which can be ended even after we are dead
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
-            with contextlib.suppress(OSError):
-                os.set_inheritable(fd, False)
-    watcher = threading.Thread(target=watch_parent, daemon=True)
-    watcher.start()
-    faulthandler.enable(file=error_pipe.fileno())  # the stack when a library crashes
-    faulthandler.register(signal.SIGUSR1, file=error_pipe.fileno())  # the main process asks a hung actor where it hangs
-    if core is not None:
-        os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
-    os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
-    torch.set_num_threads(1)
+def seed_everything(seed: int) -> None:
+    """For environments that draw from these: forked actors would all have the same numbers."""
+    random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def read_splits(pipe) -> bytes:
+    """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
     try:
-        numpy, S = mailbox.numpy(), args.worker_num_splits
-        games = Games(args, worker, numpy, seed)
-
-        def request(split: int) -> None:
-            numpy.requests[worker] += 1
-            os.write(request_pipe.fileno(), REQUEST.pack(worker * S + split, incarnation))
-            # From here on the split's rows belong to inference, until a reply names it.
-
-        for split in range(S):
-            games.reset(split)
-            request(split)
-        while reply := os.read(reply_pipe.fileno(), 1):  # empty when the pipe is closed: the run is over
-            games.step(reply[0])
-            request(reply[0])
-        games.close()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.write(error_pipe.fileno(), traceback.format_exc().encode()[-60_000:])
-        watcher.join(1)  # if the main process is dead, which may be why we are here, this thread ends our games and us
-        os._exit(1)  # without closing the games, which may hang: the main process ends our process group
+        return os.read(pipe.fileno(), 256)
+    except ConnectionResetError:  # closed with a byte of ours unread
+        return b""
 
 
-# ======================================================================================================================
-# Inference
-# ======================================================================================================================
+def write_split(pipe, split: int) -> None:
+    with contextlib.suppress(OSError):  # the other end is closed, as the next read will say
+        os.write(pipe.fileno(), bytes([split]))
+
+
+def actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
+    """What an actor does. A byte that it writes to its pipe says that the rows of that split are written, one that it
+    reads that their actions are. The end of the pipe is the end of the run, or of the main process."""
+    seed_everything(seed)
+    # The kernel ends a process whose timer runs out. With --num-workers 0 there is none: you may be in a debugger.
+    seconds, hangup = args.actor_timeout if args.num_workers else 0.0, select.poll()
+    timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
+    hangup.register(pipe, 0)  # for no other event than that the other end is closed
+
+    def before_start() -> None:
+        timer(seconds)
+        if hangup.poll(0):
+            sys.exit()
+
+    envs = WorkerEnvs(args, worker, mailbox.numpy(), seed, before_start)
+    for split in range(args.worker_num_splits):
+        envs.reset(split)
+        timer(0)
+        write_split(pipe, split)  # from here on its rows belong to inference, until a reply names it
+    while splits := read_splits(pipe):
+        for split in splits:
+            timer(seconds)
+            envs.step(split)
+            timer(0)  # waiting for actions is no hang
+            write_split(pipe, split)
+    timer(seconds)
+    envs.close()
+
+
+def actor_process(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
+    """Body of an actor process. What it dies of is on stderr: an exception, a crash in a library, or, if the timer runs
+    out, where it was, even if a library holds the interpreter's lock."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
+    os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
+    if core is not None:
+        os.sched_setaffinity(0, {core})  # engines inherit it: engine and actor talk twice a tic, cheapest on one core
+    os.nice(10)  # where cores are short, inference and learning come first: actors without actions can only wait
+    torch.set_num_threads(1)
+    actor(args, worker, seed, mailbox, pipe)
+
+
+class Actors:
+    """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
+    thread while the environments start, then the inference thread.
+
+    When an actor dies, its environments and the last transition of each of its rows are lost: the row's next
+    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
+
+    SHORT_LIFE = 1000  # requests. A worker whose actors die sooner three times in a row ends the run
+
+    def __init__(self, args: Args, inference: "Inference", session: int, log):
+        """Another `session` number gives the environments other seeds."""
+        self.args, self.inference, self.session, self.log = args, inference, session, log
+        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
+        self.selector, self.deaths = selectors.DefaultSelector(), 0
+        self.selector.register(inference.bell, selectors.EVENT_READ)
+        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
+        # of each worker: its actor, our end of its pipe, actors so far, requests of this one, short lives in a row
+        self.workers = max(1, args.num_workers)
+        self.actors, self.pipes = [None] * self.workers, [None] * self.workers
+        self.starts, self.served, self.short_lives = ([0] * self.workers for _ in range(3))
+
+    def start_all(self) -> None:
+        """Returns when every environment has been started, or the user stops the run. Raises UserError."""
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
+        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
+        multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        multiprocessing.forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        for worker in range(self.workers):
+            self.start(worker)
+        total, n = len(self.inference.mailbox.first), self.inference.size
+        with tqdm(total=total, desc="starting environments", disable=True if rank_of()[0] else None) as bar:
+            while len(self.requests) * n < total and not STOP:
+                self.wait(0.5)
+                bar.update(len(self.requests) * n - bar.n)
+
+    def start(self, worker: int) -> None:
+        args, allowed = self.args, sorted(os.sched_getaffinity(0))
+        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
+        seed = env_seed(args.seed, self.session, worker, self.starts[worker])
+        self.starts[worker], self.served[worker] = self.starts[worker] + 1, 0
+        self.pipes[worker], pipe = self.context.Pipe()
+        self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
+        arguments, named = (args, worker, seed, self.inference.mailbox, pipe), dict(name=f"actor {worker}", daemon=True)
+        if args.num_workers:
+            self.actors[worker] = self.context.Process(target=actor_process, args=(core, *arguments), **named)
+        else:
+            self.actors[worker] = threading.Thread(target=self.in_thread, args=arguments, **named)
+        self.actors[worker].start()
+        # On return `pipe` is closed here, so that it is open in the actor alone, and ends with it.
+
+    def in_thread(self, *arguments) -> None:
+        try:
+            actor(*arguments)
+        except BaseException as error:
+            self.error = error
+        finally:
+            arguments[-1].close()  # its end of the pipe
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for requests, for slots that become free (the bell), or for the end. Raises UserError."""
+        S = self.args.worker_num_splits
+        for key, _ in self.selector.select(timeout):
+            worker = key.data
+            if worker is None:
+                os.eventfd_read(self.inference.bell)
+            elif splits := read_splits(key.fileobj):
+                self.requests += [worker * S + split for split in splits]
+                self.served[worker] += len(splits)
+            else:
+                self.replace(worker)
+
+    def reply(self, groups: list[int]) -> None:
+        """Gives the groups' rows back to their actors."""
+        served = set(groups)
+        self.requests = [group for group in self.requests if group not in served]
+        for group in groups:
+            worker, split = divmod(group, self.args.worker_num_splits)
+            write_split(self.pipes[worker], split)
+
+    def replace(self, worker: int) -> None:
+        """The actor has ended, and with its pipe all that it had asked for."""
+        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
+        self.selector.unregister(self.pipes[worker])
+        self.pipes[worker].close()
+        if not self.args.num_workers:  # a thread is not replaced
+            raise self.error
+        self.actors[worker].join(5)
+        self.actors[worker].kill()  # where only its pipe has ended
+        self.actors[worker].join()
+        code = self.actors[worker].exitcode
+        if code == -signal.SIGALRM:
+            how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
+        else:
+            how = f"died (exit code {code})"
+        self.deaths += 1
+        self.short_lives[worker] = self.short_lives[worker] + 1 if self.served[worker] < self.SHORT_LIFE else 0
+        if self.short_lives[worker] == 3:
+            raise UserError(f"actor {worker} {how}, for the third time in a row")
+        self.log(f"actor {worker} {how}; starting another")
+        self.start(worker)
+
+    def stop(self) -> None:
+        """Ends all actors: by closing their pipes, and after five seconds by force."""
+        deadline = time.monotonic() + 5
+        for pipe in filter(None, self.pipes):
+            pipe.close()
+        for process in filter(None, self.actors):
+            process.join(max(0.0, deadline - time.monotonic()))
+            if self.args.num_workers:
+                process.kill()
+
+
+# === Inference ========================================================================================================
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
@@ -1286,7 +1470,7 @@ class ActingPolicy:
         return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
 
     @contextlib.contextmanager
-    def hold(self, policy: SimpleNamespace):
+    def use(self, policy: SimpleNamespace):
         with policy.lock:
             wait_event(policy.event)
             yield policy
@@ -1295,7 +1479,7 @@ class ActingPolicy:
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """The learner's weights and statistics, as they are now, act from the next inference on."""
-        with self.hold(self.spare) as spare:  # waits for the last inference that still used it
+        with self.use(self.spare) as spare:  # waits for the last inference that still used it
             torch._foreach_copy_(spare.tensors, self.learned)
             spare.version = version
         self.current, self.spare = spare, self.current
@@ -1307,94 +1491,82 @@ class Inference:
 
     def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
         self.args, self.device = args, device
-        workers, slots = max(1, args.num_workers), slots_needed(args)
-        rows, self.size = workers * args.num_envs_per_worker, args.num_envs_per_worker // args.worker_num_splits
-        self.mailbox = Mailbox(spaces, rows, workers)
+        rows, slots = max(1, args.num_workers) * args.num_envs_per_worker, slots_needed(args)
+        self.size = args.num_envs_per_worker // args.worker_num_splits  # rows in a group
+        self.mailbox = Mailbox(spaces, rows)
         self.numpy = self.mailbox.numpy()
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
         self.acting = ActingPolicy(agent, device)
-        self.request_reader, self.request_writer = mp.Pipe(duplex=False)  # all actors write to it
         self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
+        self.bell = os.eventfd(0)  # wakes this thread when slots are free, or the run ends
         self.free_slots = deque(range(slots))
         groups = rows // self.size
         self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
         self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
         self.state = torch.zeros(rows, agent.state_size, device=device)
-        self.obs = torch.zeros_like(self.mailbox.obs, device=device)  # the mailbox rows being served, on the device
-        self.vector = torch.zeros_like(self.mailbox.vector, device=device)
-        copied = [(self.mailbox.obs, self.obs, self.rollouts.obs),
-                  (self.mailbox.vector, self.vector, self.rollouts.vector)]  # fmt: skip
-        self.copied = [tensors for tensors in copied if tensors[0].numel()]
+        self.obs = tensors(spaces, rows, device=device)  # the mailbox rows being served, on the device
         if device.type == "cuda":  # pinned, so that copies to the device run beside the host
-            for source, _, _ in self.copied:
+            for source in self.mailbox.obs.values():
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        # The last finished ones of each task, as in Mailbox.episode. Checkpoints keep them: the games that end first
+        # The last finished ones of each task, as in Mailbox.episode. Checkpoints keep them: the episodes that end first
         # after a resume are short ones, whose mean could pass for a best return.
         self.tasks = task_numbers(args)
         self.episodes: list[deque[list[float]]] = [deque(maxlen=100) for _ in tasks_of(args)]
         self.served = self.batches = 0  # statistics: rows and batches served
-        self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
+        self.idle = self.blocked = 0.0  # seconds without requests, and with requests but without free slots
+        self.maps = np.zeros(3)  # sums of Mailbox.maps
         self.stopping = False
 
     def release(self, slots: np.ndarray) -> None:
-        """The learner gives slots back. They are FREE once the event, recorded after its last copy, has passed."""
+        """The learner gives slots back: LEARNING -> FREE, once the event, recorded after its last copy, has passed."""
         self.free.put((slots, record_event(self.device)))
-        self.wake()
-
-    def wake(self) -> None:
-        if self.args.num_workers:  # else there is no thread to wake
-            os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
+        os.eventfd_write(self.bell, 1)
 
     def stop(self) -> None:
         self.stopping = True
-        self.wake()
+        os.eventfd_write(self.bell, 1)
 
     def unpin(self) -> None:
         """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
         if self.device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
                 torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
-            for source, _, _ in self.copied:
+            for source in self.mailbox.obs.values():
                 torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
 
-    def run(self, actors: "Actors") -> None:
-        """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
+    def run(self, actors: Actors) -> None:
+        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches."""
         try:
             with own_stream(self.device, self.args.inference_threads, priority=-1):
-                waiting: list[tuple[int, int]] = []  # requests. Their groups' rows belong to this thread
                 while not self.stopping:
-                    start = time.perf_counter()
-                    data = os.read(self.request_reader.fileno(), 1 << 16)
-                    if waiting:
-                        self.held += time.perf_counter() - start
+                    actors.reply(self.serve(actors.requests))
+                    start, blocked = time.perf_counter(), bool(actors.requests)
+                    actors.wait()
+                    if blocked:
+                        self.blocked += time.perf_counter() - start
                     else:
                         self.idle += time.perf_counter() - start
-                    waiting += [request for request in REQUEST.iter_unpack(data) if request[0] != WAKE]
-                    waiting = [request for request in waiting if actors.is_current(*request)]
-                    served = set(self.serve([group for group, _ in waiting]))
-                    actors.reply([request for request in waiting if request[0] in served])
-                    waiting = [request for request in waiting if request[0] not in served]
         except BaseException as error:
             self.full.put(error)  # the learner raises it
 
     @torch.inference_mode()
     def serve(self, groups: list[int]) -> list[int]:
         """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
-        returns those. The others are held: the caller tries them again when slots are free."""
+        returns those. The others wait: the caller tries them again when slots are free."""
         filled = [group for group in groups if self.t[group] == self.args.rollout]
         if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
             self.store(filled)
             event = record_event(self.device)
             for group in filled:
-                self.full.put((self.slots[group], event))
+                self.full.put((self.slots[group], event))  # FILLING -> FULL
                 self.t[group], self.slots[group] = 0, None
         while not self.free.empty():
             slots, event = self.free.get()
             wait_event(event)  # the learner's copy out of these slots
             self.free_slots.extend(slots)
         for group in groups:
-            if self.slots[group] is None and len(self.free_slots) >= self.size:
+            if self.slots[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
                 self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
         ready = [group for group in groups if self.slots[group] is not None]
         if ready:
@@ -1402,8 +1574,8 @@ class Inference:
         return ready
 
     def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and
-        slots on the host, and on the device, there with `first`."""
+        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and slots on the
+        host, and on the device, there with `first`."""
         n, numpy, rollouts = self.size, self.numpy, self.rollouts
         rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
         t = np.repeat([self.t[group] for group in groups], n)
@@ -1413,7 +1585,8 @@ class Inference:
         t1, s1, r1 = t[later] - 1, slots[later], rows[later]
         rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
         index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
-        for source, staged, field in self.copied:
+        for name, source in self.mailbox.obs.items():
+            staged, field = self.obs[name], rollouts.obs[name]
             for i, group in enumerate(groups):
                 staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
             if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
@@ -1425,10 +1598,9 @@ class Inference:
     def act(self, groups: list[int]) -> None:
         (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
         n, rollouts = len(rows), self.rollouts
-        with self.acting.hold(self.acting.current) as policy:
-            state = self.state[d_rows]
-            obs, vector = self.obs[None, :n], self.vector[None, :n]
-            logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state)
+        with self.acting.use(self.acting.current) as policy:
+            state, obs = self.state[d_rows], {name: staged[None, :n] for name, staged in self.obs.items()}
+            logits, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), state)
             actions, logprobs = sample_actions(logits[0], policy.agent.heads)
             rollouts.actions[d_t, d_slots] = actions
             rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
@@ -1439,15 +1611,30 @@ class Inference:
         self.numpy.action[rows] = actions.cpu().numpy()
         for row in rows[self.numpy.episode[rows, 2] > 0]:
             self.episodes[self.tasks[row]].append(self.numpy.episode[row].tolist())
+        self.maps += self.numpy.maps[rows].sum(0)
         for group in groups:
             self.t[group] += 1
         self.served += n
         self.batches += 1
 
 
-# ======================================================================================================================
-# Learner
-# ======================================================================================================================
+@contextlib.contextmanager
+def sampling(inference: Inference, actors: Actors):
+    """Context with actors, their environments and the inference thread, all ended with it."""
+    thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
+    try:
+        actors.start_all()
+        thread.start()
+        yield
+    finally:
+        inference.stop()
+        if thread.is_alive():
+            thread.join(10)
+        actors.stop()
+        inference.unpin()
+
+
+# === Learner ==========================================================================================================
 
 
 class Learner:
@@ -1456,16 +1643,16 @@ class Learner:
     def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
         self.args, self.agent, self.inference, self.device = args, agent, inference, device
         self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.slots: list[int] = []  # FULL ones, the oldest first
         self.version = 0  # of the policy published last
         self.global_step = 0  # valid transitions received
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
-        self.waited = 0.0  # seconds without full slots
-        self.everyone: list[dict] = []  # what each rank said of itself in the last iteration
-        self.meetings = 0  # of the ranks
+        self.waited = self.waited_for_ranks = 0.0  # seconds without enough full slots, and without the other ranks
+        self.deadline = np.inf  # when the time is up
 
     def load(self, checkpoint: dict) -> None:
-        self.agent.load_state_dict(checkpoint["agent"])
+        """All but the weights, which the agent has already."""
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
@@ -1474,11 +1661,29 @@ class Learner:
             episodes.extend(saved)
         self.inference.acting.publish(self.version)
 
+    def collect(self) -> np.ndarray | None:
+        """Waits for the slots of a batch: FULL -> LEARNING. None when the time is up or the user stops the run. Raises
+        what has ended the inference thread."""
+        start, count = time.perf_counter(), self.args.batch_size // self.args.rollout
+        while not STOP and time.monotonic() < self.deadline:
+            if len(self.slots) >= count:
+                self.waited += time.perf_counter() - start
+                slots, self.slots = self.slots[:count], self.slots[count:]
+                return np.array(slots)
+            with contextlib.suppress(queue.Empty):
+                item = self.inference.full.get(timeout=0.5)
+                if isinstance(item, BaseException):
+                    raise item
+                slots, event = item
+                wait_event(event)  # inference's writes to these slots
+                self.slots.extend(slots)
+        return None
+
     def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copies B slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
+        """Copies slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
         r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
-        names = ("obs", "vector", "actions", "logprobs", "values")
-        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in names}
+        obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
+        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
         first, lag = r.first[:, slots], self.version - r.versions[:, slots]
         valid = ~first[1:]
         restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
@@ -1486,40 +1691,49 @@ class Learner:
         host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
         moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
         rnn_state = r.rnn_state.index_select(0, d_slots)
-        return Batch(**on_device, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum())), lag[valid]
+        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts), lag[valid]
 
-    def iterate(self, slots: np.ndarray, timed_out: bool = False) -> dict[str, float]:
-        """Learns from B FULL slots, which are LEARNING until they are given back: as soon as they are copied, but with
-        `sync` only after the new policy has been published. Returns metrics: none when another rank has left.
+    def iterate(self, slots: np.ndarray) -> dict[str, float] | None:
+        """Learns from slots, which are LEARNING until they are given back: as soon as they are copied, but with `sync`
+        only after the new policy has been published. Returns metrics, or None when another rank has left.
 
-        Raises FloatingPointError before a non-finite update is made: the weights are still good.
+        Raises FloatingPointError before a non-finite update is made: weights and statistics are still good.
         """
         args, metrics = self.args, {}
         batch, lags = self.gather(slots)
         if not args.sync:
             self.inference.release(slots)
+        # Infinities are clipped to +-5, so no loss would show them. Squares: the statistics need them.
+        finite = all(bool(x.square().isfinite().all()) for x in batch.obs.values() if x.is_floating_point())
         masked = np.count_nonzero(lags >= args.max_policy_lag)
-        self.meet(usable=batch.size, lag_sum=lags.sum(), lag_max=lags.max(initial=0), masked=masked, valid=len(lags),
-                  timed_out=timed_out)  # fmt: skip
-        if self.total("left"):
-            return {}
-        usable, valid = self.total("usable"), self.total("valid")
-        self.global_step += valid
-        if usable == 0:  # a batch without a usable sample is no update
+        total = self.sum_counts(valid=len(lags), masked=masked, lag=lags.sum(), broken=not finite)
+        if total.left:
+            return None
+        if total.broken:
+            raise FloatingPointError("an observation is not finite")
+        self.global_step += int(total.valid)
+        if total.valid == total.masked:  # a batch without a usable sample is no update
             self.skipped += 1
         else:
             if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
                 metrics = self.update(batch)
             # New statistics change the policy too: they are published together with the last weights.
-            self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:])
+            obs = {name: x[:-1] for name, x in batch.obs.items()}
+            self.agent.update_normalizers(obs, ~batch.first[1:])
             self.publish()
         if args.sync:  # only now: the next samples are all of the newest version
             self.inference.release(slots)
-        if valid:
-            lag_max = max(rank["lag_max"] for rank in self.everyone)
-            metrics |= {"lag/mean": self.total("lag_sum") / valid, "lag/max": lag_max}
-            metrics |= {"lag/masked": self.total("masked") / valid}
+        if total.valid:
+            metrics |= {"lag/mean": total.lag / total.valid, "lag/max": lags.max(initial=0)}
+            metrics |= {"lag/masked": total.masked / total.valid}
         return metrics
+
+    def sum_counts(self, valid=0, masked=0, lag=0, broken=0, left=0) -> SimpleNamespace:
+        """The sums over all ranks, which this waits for. left: this rank ends the run, for all of them."""
+        names, start = ("valid", "masked", "lag", "broken", "left"), time.perf_counter()
+        sums = sum_over_ranks(torch.tensor([valid, masked, lag, broken, left], dtype=torch.float64))
+        self.waited_for_ranks += time.perf_counter() - start
+        return SimpleNamespace(**dict(zip(names, sums.tolist())))
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimiser step for each epoch. All but the last are published here, the last by the caller."""
@@ -1529,7 +1743,7 @@ class Learner:
             loss, target, metrics = appo_loss(self.args, self.agent, batch)
             self.optimizer.zero_grad()
             loss.backward()
-            sum_over_ranks(loss.detach())  # in place: `loss` is the sum of the ranks' shares from here on
+            sum_over_ranks(loss.detach())  # in place: `loss` becomes that of the union, as the gradients do
             for parameter in self.agent.parameters():
                 sum_over_ranks(parameter.grad)
             grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
@@ -1537,39 +1751,18 @@ class Learner:
                 raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
             self.optimizer.step()
         if self.args.normalize_returns:
-            task = batch.vector[:-1, :, 0].long()
+            task = batch.obs["task"][:-1]
             self.agent.critic.update(target.flatten(), task.flatten(), batch.mask.flatten())
         metrics["losses/grad_norm"] = grad_norm
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
-
-    def meet(self, **mine) -> None:
-        """Waits for all ranks and tells them about this one: what the iteration needs, and what is reported."""
-        i, start = self.inference, time.perf_counter()
-        self.meetings += 1
-        if dist.is_initialized() and self.meetings % 100 == 1:  # are they still equal, to the bit?
-            mine["weights"] = sum(int(x.view(torch.int32).sum()) for x in self.agent.state_dict().values())
-        mine |= dict(waited=self.waited, served=i.served, batches=i.batches, idle=i.idle, held=i.held,
-                     all_reduce=ALL_REDUCE.seconds, compiling=float(i.numpy.compiling.sum()),
-                     unsaved=int(i.numpy.unsaved.sum()), episodes=[list(task) for task in i.episodes])  # fmt: skip
-        self.everyone = gather_over_ranks(mine)
-        ALL_REDUCE.seconds += time.perf_counter() - start
-        for rank, theirs in enumerate(self.everyone):
-            if theirs.get("weights") != self.everyone[0].get("weights"):
-                raise UserError(f"the weights of rank {rank} are no longer those of rank 0")
-
-    def total(self, name: str) -> float:
-        """The sum of what the ranks said of themselves."""
-        return sum(rank.get(name, 0) for rank in self.everyone)
 
     def publish(self) -> None:
         self.version += 1
         self.inference.acting.publish(self.version)
 
 
-# ======================================================================================================================
-# Checkpoints
-# ======================================================================================================================
+# === Checkpoints ======================================================================================================
 
 
 def save_checkpoint(path: Path, learner: Learner) -> None:
@@ -1578,12 +1771,15 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
                    episodes=[list(task) for task in learner.inference.episodes], args=asdict(learner.args))  # fmt: skip
-    temporary = path.with_name("saving.tmp")
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary, STOP.writing = path.with_name("saving.tmp"), True
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        STOP.writing = False
 
 
 def save_latest(folder: Path, learner: Learner, keep: int) -> None:
@@ -1607,6 +1803,14 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
     return None
 
 
+def load_weights(agent: Agent, checkpoint: dict, folder: Path, args: Args) -> None:
+    """Raises UserError where they do not fit."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        raise UserError(f"the network in {folder} does not fit {args.env_id}, these flags or this file") from None
+
+
 def saved_args(folder: Path) -> dict:
     """An experiment's Args as typed (before `resolve`), without the flags of one SESSION. Raises UserError."""
     if not (folder / "cfg.json").exists():
@@ -1616,24 +1820,19 @@ def saved_args(folder: Path) -> dict:
 
 
 def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
-    """The trained policy in an experiment's folder, its Args (set for games in this process and updated by `changes`,
-    such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
-    folder, here = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
-    args = resolve(Args(**saved_args(folder) | changes | here))
+    """The trained policy in an experiment's folder, its Args (set for environments in this process and updated by
+    `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
+    folder, in_process = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
+    args = resolve(Args(**saved_args(folder) | changes | in_process))
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
     if checkpoint is None:
         raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
     agent = Agent(spaces_of(args), args).to(args.device)
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError:
-        raise UserError(f"the network in {folder} does not fit {args.env_id}, or this version of the file") from None
+    load_weights(agent, checkpoint, folder, args)
     return agent, args, checkpoint["global_step"]
 
 
-# ======================================================================================================================
-# Evaluate
-# ======================================================================================================================
+# === Evaluate =========================================================================================================
 
 
 @torch.inference_mode()
@@ -1643,42 +1842,41 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     if args.save_video:
         import imageio.v2 as imageio
     chosen, trained = tasks_of(args), saved_args(folder)["env_id"]
-    # Games of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
+    # Environments of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
     count = min(args.eval_episodes, 16 if len(chosen) == 1 else 4)
-    changes = dict(num_envs_per_worker=count, one_task_per_worker=True, env_id=trained)
+    changes = asdict(args) | dict(num_envs_per_worker=count, one_task_per_worker=True, env_id=trained)
     check_level(args)  # of what is played; the data sets of other tasks need not be here
-    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **asdict(args) | changes)
+    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **changes)
     tasks = tasks_of(args)
     if unknown := [task for task in chosen if task not in tasks]:
         raise UserError(f"{folder} was trained on {trained}, not on {', '.join(unknown)}")
-    args.num_workers = len(tasks)  # task i has the games of "worker" i, though all play in this process, one by one
-    prepare_engines(args, folder)
+    args.num_workers = len(tasks)  # task i has the rows of "worker" i, though all play in this process, one by one
     spaces = spaces_of(args)
     check_shared_memory(spaces, count * len(tasks))
-    device, mailbox = torch.device(args.device), Mailbox(spaces, count * len(tasks), len(tasks))
+    device, mailbox = torch.device(args.device), Mailbox(spaces, count * len(tasks))
     numpy = mailbox.numpy()
-    torch.manual_seed(args.seed)
-    per_game = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
-    how, frames, means, scores = "likeliest" if args.eval_deterministic else "sampled", [], [], []
-    print(f"{args.eval_episodes} episodes a task, {how} actions, step {step:,}: mean return +- standard deviation")
+    seed_everything(args.seed)
+    per_env = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
+    kind, frames, means, scores = "likeliest" if args.eval_deterministic else "sampled", [], [], []
+    print(f"{args.eval_episodes} episodes a task, {kind} actions, step {step:,}: mean return +- standard deviation")
     for number, task in ((tasks.index(task), task) for task in chosen):
-        returns, games = [[] for _ in range(count)], Games(args, number, numpy, args.seed)
-        rows, state = games.rows[0], torch.zeros(count, agent.state_size, device=device)
-        with tqdm(total=count * per_game, desc=task, unit=" episodes", disable=None, leave=False) as bar:
-            games.reset(0)
-            while any(len(finished) < per_game for finished in returns):
-                recording = args.save_video and task == chosen[0] and len(returns[0]) < per_game
+        returns, state = [[] for _ in range(count)], torch.zeros(count, agent.state_size, device=device)
+        bar = tqdm(total=count * per_env, desc=task, unit=" episodes", disable=None, leave=False)
+        with bar, contextlib.closing(WorkerEnvs(args, number, numpy, args.seed)) as envs:
+            rows = envs.rows[0]
+            envs.reset(0)
+            while any(len(finished) < per_env for finished in returns):
+                recording = args.save_video and task == chosen[0] and len(returns[0]) < per_env
                 if recording and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
-                    frames.append(np.array(games.splits[0].render()[0]))
-                tensors = [part[rows].to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
-                logits, _, state = agent(*tensors, state)
+                    frames.append(np.array(envs.splits[0].render()[0]))
+                obs = {name: part[rows].to(device)[None] for name, part in mailbox.obs.items()}
+                logits, _, state = agent(obs, mailbox.first[rows].to(device)[None], state)
                 numpy.action[rows] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
-                games.step(0)
+                envs.step(0)
                 for i in np.flatnonzero(numpy.episode[rows, 2]):
-                    if len(returns[i]) < per_game:
+                    if len(returns[i]) < per_env:
                         returns[i].append(float(numpy.episode[rows][i, 0]))
                         bar.update()
-        games.close()
         flat = [value for finished in returns for value in finished][: args.eval_episodes]
         means.append(float(np.mean(flat)))
         text = f"{task_of(task).test or task:40} {means[-1]:8.2f} +- {np.std(flat):6.2f}"
@@ -1698,89 +1896,45 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     return means
 
 
-# ======================================================================================================================
-# Main
-# ======================================================================================================================
+# === Main =============================================================================================================
+
 
 def parse_args() -> tuple[Args, Path]:
-    """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
+    """Args as typed, and the run's folder. Of an experiment that is there what was typed before still holds, except for
+    what is typed now. Raises UserError."""
     args = tyro.cli(Args)
-    for name in ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video"):
+    for name in EVALUATION:
         if getattr(args, name) != getattr(Args, name) and not args.evaluate:
             raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
-    if args.experiment is None and args.evaluate:
+    if args.evaluate and args.experiment is None:
         raise UserError("--evaluate needs the name of an --experiment")
     if dist.is_initialized() and (args.evaluate or args.fill_level_cache):
         raise UserError("--evaluate and --fill-level-cache are for one process, without torchrun")
     if args.experiment is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        raise UserError("torchrun --max-restarts goes on with a run by its name: give it an --experiment")
+        raise UserError("torchrun --max-restarts can only go on with a run that has a name: give it an --experiment")
     experiment = args.experiment or f"{args.env_id[:100]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     folder = Path(args.train_dir) / experiment
     if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
         raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
     if args.evaluate or (folder / "cfg.json").exists():
-        saved = saved_args(folder)
-        old = Args(**saved)
-        args = tyro.cli(Args, default=old)
-        overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in saved
-                     if getattr(args, name) != getattr(old, name)}  # fmt: skip
-        fixed = NETWORK if args.evaluate else GAME + NETWORK
-        if wrong := [overrides[name] for name in fixed if name in overrides]:
-            raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
-        for text in overrides.values():
-            print(f"override: {text}")
+        saved = asdict(Args(**saved_args(folder)))
+        args = tyro.cli(Args, default=Args(**saved))
+        for name in (name for name in saved.keys() - set(SESSION) if getattr(args, name) != saved[name]):
+            change = f"{name} {saved[name]} -> {getattr(args, name)}"
+            if name in FIXED and not args.evaluate:
+                raise UserError(f"{folder} holds another environment: {change}; rename --experiment")
+            print(f"override: {change}")
     args.experiment = experiment
+    if not args.evaluate:
+        spaces_of(resolved := resolve(args))  # these raise what would be raised later too, but then on every rank
+        check_level(resolved)
+        if not args.fill_level_cache:
+            shares_of_tasks(resolved)
     return args, folder
-
-
-def join_ranks() -> None:
-    """Under `torchrun` each of its processes ("ranks") is a copy of this pipeline, with its own actors and share of
-    the cores. They take every step of the optimiser together: the step of one process that has all their samples."""
-    if not dist.is_torchelastic_launched():
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the launcher is killed, it stops us even so
-    i, n = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // n  # the same for all: they wait for the slowest
-    os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
-    store, rank, ranks = next(dist.rendezvous("env://"))
-    # After a restart the launcher's store still has the addresses of the dead. So each attempt has a name of its own,
-    # which rank 0 gives, and which holds when all have read it: a name given by a dead rank 0 never does.
-    name = str(time.time_ns()) if rank == 0 else ""
-    if rank == 0:
-        store.set("attempt", name)
-        store.wait([f"{name}/{other}" for other in range(1, ranks)])
-        store.delete_key("exception_dump")  # with which NCCL told the dead to end: it would end us, too
-        store.set("attempt", "")
-        store.set(f"{name}/begin", "")
-    while not (name and store.check([f"{name}/begin"])):
-        time.sleep(0.1)
-        name = store.get("attempt").decode() or name
-        store.set(f"{name}/{rank}", "")
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=ranks)
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
-    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
-        ctypes.CDLL(None).mallopt(option, value)
-
-
-def check_shared_memory(spaces: Spaces, rows: int) -> None:
-    """Raises UserError when /dev/shm has no room for the mailbox and the games: later the kernel would kill the run."""
-    rows *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of all ranks on this machine
-    needed = rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY)
-    free = shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
-                        "games or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
 
 
 def open_log(folder: Path):
     """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
-    import fcntl  # here, so that other systems get main's sentence and no ImportError
-
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "log.txt", "a", buffering=1)
     try:
@@ -1792,420 +1946,29 @@ def open_log(folder: Path):
     return file
 
 
-def watch_parent() -> None:
-    """A daemon thread of every actor: when the main process dies, however it dies, nothing stays behind."""
-    parent, pause = [mp.parent_process().sentinel], 0.0
-    while not multiprocessing.connection.wait(parent, timeout=pause):
-        # With autogroup scheduling nice only compares processes of one session. setsid made us a new one, so that is
-        # niced too. From users other than root the kernel accepts this once per 100 ms, machine-wide: retry.
-        try:
-            Path("/proc/self/autogroup").write_text("10")
-            pause = None
-        except BlockingIOError:
-            pause = random.uniform(0.1, 2.0)
-        except OSError:  # no such scheduling
-            pause = None
-    end_group(os.getpgid(0))  # ourselves among it
-
-
-def end_group(process_group: int) -> None:
-    """Kills an actor, if still alive, and whatever it started. Its engines' folder: see prepare_engines."""
-    with contextlib.suppress(OSError):
-        os.killpg(process_group, signal.SIGKILL)
-
-
-class Actors:
-    """The actor processes: started, looked after by the learner's thread, and replaced when they die or hang.
-
-    When an actor dies, its games and the last transition of each of its rows are lost: the row's next observation is a
-    `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
-
-    SHORT_LIFE = 1000  # requests. A worker whose actors die or hang sooner three times in a row ends the run
-
-    def __init__(self, args: Args, mailbox: Mailbox, request_pipe, session: int, log):
-        """Another `session` number gives the games other seeds."""
-        self.args, self.mailbox, self.numpy, self.request_pipe = args, mailbox, mailbox.numpy(), request_pipe
-        self.session, self.log, self.restarts, self.looked = session, log, 0, time.monotonic()
-        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        self.lock = threading.Lock()  # a reply pipe is not written to while it is replaced
-        # of each worker
-        self.processes, self.reply_pipes, self.error_pipes = ([None] * args.num_workers for _ in range(3))
-        self.incarnations, self.short_lives, self.replied = ([0] * args.num_workers for _ in range(3))
-        self.progress = [0] * args.num_workers  # games started + requests + replies, at the last check
-        self.seconds = [0.0] * args.num_workers  # how long it has been at work without any progress
-
-    def start_all(self) -> None:
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
-        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
-        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        multiprocessing.forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-        for worker in range(self.args.num_workers):
-            self.start(worker)
-
-    def start(self, worker: int) -> None:
-        args, incarnation, allowed = self.args, self.incarnations[worker], sorted(os.sched_getaffinity(0))
-        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        seed = game_seed(args.seed, self.session, worker, incarnation)
-        self.numpy.started[worker] = self.numpy.requests[worker] = 0
-        self.replied[worker], self.progress[worker], self.seconds[worker] = 0, 0, 0.0
-        reply_pipe, self.reply_pipes[worker] = self.context.Pipe(duplex=False)
-        self.error_pipes[worker], error_pipe = self.context.Pipe(duplex=False)
-        arguments = (args, worker, incarnation, core, seed, self.mailbox, self.request_pipe, reply_pipe, error_pipe)
-        process = self.context.Process(target=actor, name=f"actor {worker}", args=arguments, daemon=True)
-        process.start()
-        self.processes[worker] = process
-        reply_pipe.close()
-        error_pipe.close()
-        self.looked = time.monotonic()  # the first start waits for the fork server's imports: no actor's time
-
-    def is_current(self, group: int, incarnation: int) -> bool:
-        """False for the requests of an actor that has been replaced."""
-        return self.incarnations[group // self.args.worker_num_splits] == incarnation
-
-    def reply(self, requests: list[tuple[int, int]]) -> None:
-        """Gives the rows of the requests' groups back to their actors."""
-        with self.lock:
-            for group, incarnation in requests:
-                worker, split = divmod(group, self.args.worker_num_splits)
-                if self.is_current(group, incarnation):
-                    with contextlib.suppress(OSError):  # a dead actor's pipe; `check` will see to it
-                        os.write(self.reply_pipes[worker].fileno(), bytes([split]))
-                    self.replied[worker] += 1
-
-    def check(self) -> None:
-        """The learner's thread calls this often; it looks after the actors once a second. Raises RuntimeError when one
-        cannot be kept alive."""
-        elapsed, S = time.monotonic() - self.looked, self.args.worker_num_splits
-        if elapsed < 1.0:
-            return
-        self.looked += elapsed
-        for worker, process in enumerate(self.processes):
-            requests = int(self.numpy.requests[worker])
-            progress = requests + int(self.numpy.started[worker]) + self.replied[worker]
-            waits = requests - self.replied[worker] >= S  # for replies to all of its splits
-            if waits or progress > self.progress[worker]:
-                self.progress[worker], self.seconds[worker] = progress, 0.0
-            else:
-                self.seconds[worker] += min(elapsed, 10.0)  # not more: the whole container may have been paused
-            if not process.is_alive():
-                self.replace(worker, "died")
-            elif self.seconds[worker] > self.args.actor_timeout:
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its error pipe
-                self.error_pipes[worker].poll(5)  # for the first words, as long as a busy machine may take
-                time.sleep(0.5)  # for the rest
-                doing = "stepping" if requests >= S else "starting a game"
-                self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {doing}")
-
-    def replace(self, worker: int, reason: str) -> None:
-        process, error_pipe, last_words = self.processes[worker], self.error_pipes[worker], ""
-        end_group(process.pid)
-        process.kill()  # if it died or hung before it had a process group of its own
-        process.join(5)
-        while error_pipe.poll() and (text := os.read(error_pipe.fileno(), 65536)):
-            last_words += text.decode(errors="replace")
-        message = f"actor {worker} {reason} (exit code {process.exitcode})"
-        self.restarts += 1
-        short_life = self.numpy.requests[worker] < self.SHORT_LIFE
-        self.short_lives[worker] = self.short_lives[worker] + 1 if short_life else 0
-        if self.short_lives[worker] == 3:
-            raise RuntimeError(f"{message}, for the third time\n{last_words.strip()}".strip())
-        self.log(f"{message}; starting it again\n{last_words}".strip())
-        error_pipe.close()
-        with self.lock:
-            self.incarnations[worker] += 1  # what is left of the old one's requests is dropped from here on
-            self.reply_pipes[worker].close()
-        self.start(worker)
-
-    def wait_for_games(self, stop_signals: list[int]) -> None:
-        """Returns when every game has been started or the user stops the run."""
-        with tqdm(total=len(self.numpy.first), desc="starting games", disable=True if rank_of()[0] else None) as bar:
-            while bar.n < bar.total and not stop_signals:
-                self.check()
-                time.sleep(0.1)
-                bar.n = int(self.numpy.started.sum())
-                bar.refresh()
-
-    def stop(self, patience: float) -> None:
-        """Ends all actors: by closing their pipes, and after `patience` seconds by force."""
-        started = [worker for worker, process in enumerate(self.processes) if process]
-        for worker in started:
-            self.reply_pipes[worker].close()
-        deadline = time.monotonic() + patience
-        for worker in started:
-            self.processes[worker].join(max(0.0, deadline - time.monotonic()))
-        for worker in started:
-            end_group(self.processes[worker].pid)
-            self.processes[worker].kill()
-
-
-@contextlib.contextmanager
-def sampling(args: Args, inference: Inference, session: int, log, stop_signals: list[int]):
-    """Context with actors, their games and the inference thread, all ended with it; yields the Actors. With
-    --num-workers 0 there are none."""
-    actors = Actors(args, inference.mailbox, inference.request_writer, session, log)
-    thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
-    try:
-        if args.num_workers:
-            actors.start_all()
-            actors.wait_for_games(stop_signals)
-            thread.start()
-        yield actors
-    finally:
-        if thread.is_alive():
-            inference.stop()
-            thread.join(10)
-        actors.stop(patience=0.0 if isinstance(sys.exception(), KeyboardInterrupt) else 5.0)
-        inference.unpin()
-
-
-def from_actors(actors: Actors, learner: Learner, count: int, stop_signals: list[int]):
-    """Generator: the slots of each iteration, oldest first, until the user stops the run."""
-    slots, start = [], time.perf_counter()
-    while not stop_signals:
-        actors.check()
-        with contextlib.suppress(queue.Empty):
-            item = learner.inference.full.get(timeout=0.5)
-            if isinstance(item, BaseException):
-                raise item
-            more, event = item
-            wait_event(event)  # inference's writes to these slots
-            slots.extend(more)
-        while len(slots) >= count and not stop_signals:
-            learner.waited += time.perf_counter() - start
-            yield np.array(slots[:count])
-            slots, start = slots[count:], time.perf_counter()
-
-
-def in_process(args: Args, learner: Learner, stop_signals: list[int], session: int):
-    """Like `from_actors`, for --num-workers 0. All happens in one thread and on one stream: no event to wait for."""
-    inference, slots, start = learner.inference, [], time.perf_counter()
-    games = Games(args, 0, inference.numpy, game_seed(args.seed, session, 0, 0))
-    try:
-        games.reset(0)
-        while not stop_signals:
-            if inference.serve([0]):
-                begin = time.perf_counter()
-                games.step(0)
-                inference.idle += time.perf_counter() - begin
-            else:  # every slot is full
-                while not inference.full.empty():
-                    slots.extend(inference.full.get()[0])
-                full = time.perf_counter()
-                learner.waited += full - start
-                yield np.array(slots)
-                slots, start = [], time.perf_counter()
-                inference.held += start - full  # the learner's time
-    finally:
-        games.close()
-
-
-def train(typed: Args, folder: Path) -> int:
-    """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
-    import resource  # not on every system, and those get main's sentence
-
-    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
-
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes four of our file descriptors
-    args, (rank, ranks) = resolve(typed), rank_of()
-    if rank:
-        args.seed = game_seed(args.seed, rank)  # games and random numbers of its own
-    device = torch.device(args.device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    else:
-        torch.cuda.set_device(device.index or 0)
-        torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
-    torch.manual_seed(args.seed)
-    check_level(args)
-    plays = shares_of_tasks(args)
-    spaces = spaces_of(args)
-    T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
-    rows = max(1, W) * args.num_envs_per_worker
-    check_shared_memory(spaces, rows)
-    log_file, checkpoints = open(os.devnull, "w") if rank else open_log(folder), folder / "checkpoints"
-    engines = prepare_engines(args, folder)
-    (engines / "output.txt").unlink(missing_ok=True)
-
-    def log(text: str, show: bool = True) -> None:
-        text = f"rank {rank}: {text}" if rank else text
-        log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        if show:
-            tqdm.write(text)
-
-    announce = log if rank == 0 else lambda text: None  # what all ranks would say alike
-    checkpoint = from_first_rank(lambda: load_checkpoint(checkpoints, "latest", log))
-    if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
-        announce(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
-        return 0
-    agent = Agent(spaces, args)
-    agent.load_state_dict(from_first_rank(agent.state_dict))
-    agent.to(device)  # only now: what is sent from GPU 0 would arrive on GPU 0
-    inference = Inference(args, spaces, agent, device)
-    learner = Learner(args, agent, inference, device)
-    if checkpoint:
-        if rank:
-            checkpoint["episodes"] = []  # they are rank 0's
-        learner.load(checkpoint)
-        announce(f"resuming {folder} at step {learner.global_step:,}")
-        with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
-            learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
-        torch.manual_seed(args.seed + learner.version)
-    session = learner.version  # a resumed run does not play the same games again
-
-    software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
-    # A resumed run starts from what was typed and resolves again: it may be on another machine.
-    cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
-    writer = None
-    if rank == 0:
-        (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
-        os.replace(folder / "cfg.tmp", folder / "cfg.json")
-        writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
-        writer.add_text("args", json.dumps(asdict(args), indent=2))
-    lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # when the learner is the bottleneck
-    for line in (
-        f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
-        f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
-        f"{W} workers x {args.num_envs_per_worker} games in {args.worker_num_splits} splits; {args.batch_size} samples "
-        f"({B} rollouts of {T} steps) per update; expected lag up to {lag:.1f} versions",
-        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory, {mebibytes(inference.rollouts):.0f} MiB of rollouts "
-        f"in {slots_needed(args)} slots; the games take about {games_memory(args):.1f} GiB",
-        f"{plays}; {spaces.heads[0]} actions; what the engines print is in {engines / 'output.txt'}",
-        f"up to {args.total_timesteps:,} steps = {args.total_timesteps * args.frameskip:,} frames; files in {folder}",
-    ):
-        announce(line)
-    if ranks > 1:
-        announce(f"{ranks} ranks like this: {ranks * rows:,} games, {ranks * args.batch_size:,} samples per update")
-
-    stop_signals = []
-
-    def on_signal(number, frame):
-        stop_signals.append(number)
-        if len(stop_signals) == 2 and not dist.is_initialized():  # a rank may be told twice: by the launcher, too
-            raise KeyboardInterrupt  # at once, without a checkpoint
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
-    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with sampling(args, inference, session, log, stop_signals) as actors:
-            if W:
-                source = from_actors(actors, learner, B, stop_signals)
-            else:
-                source = in_process(args, learner, stop_signals, session)
-            reporter = Reporter(args, learner, writer, log)
-            try:
-                with own_stream(device, args.learner_threads), reporter.bar, contextlib.closing(source):
-                    learn(args, checkpoints, learner, source, reporter)
-            finally:
-                for number in handlers:
-                    signal.signal(number, signal.SIG_IGN)  # a signal during the clean-up would leave games behind
-    finally:
-        if writer:
-            writer.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    stopped = learner.total("left") > 0  # here or on another rank
-    announce(f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
-             f"{learner.skipped} batches without a usable sample, {actors.restarts} actors restarted")  # fmt: skip
-    return 130 if stopped and not dist.is_initialized() else 0  # else torchrun would start it again
-
-
-def fill_level_cache(args: Args) -> int:
-    """Compiles maps for `fill_level_cache` new seeds of each task that generates maps, on all workers. Returns the exit
-    code. Raises UserError."""
-    args = resolve(args)
-    args.experiment = None  # no experiment plays these seeds
-    check_level(args)
-    numbers = [i for i, task in enumerate(tasks_of(args)) if task_of(task).generated]
-    if not numbers:
-        raise UserError(f"--fill-level-cache: {args.env_id} generates no maps")
-    workers = max(1, args.num_workers)
-    engines = prepare_engines(args, cache_folder(args))
-    work, seed = sorted(numbers * args.fill_level_cache), time.time_ns() % 2**31  # other seeds each time
-    context, counts = mp.get_context("forkserver"), torch.zeros(3, workers, dtype=torch.int64).share_memory_()
-    context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-    processes, deaths = [None] * workers, [0] * workers
-
-    def start(worker: int) -> None:
-        """Starts a process for what is left of the worker's list, without the maps that others died of."""
-        left = work[worker::workers][int(counts[0, worker]) + deaths[worker] :]
-        arguments = (args, worker, left, (seed, worker, deaths[worker]), counts)
-        processes[worker] = context.Process(target=compile_maps, args=arguments)
-        processes[worker].start()
-
-    try:
-        for worker in range(workers):
-            start(worker)
-        running = set(range(workers))
-        with tqdm(total=len(work), desc="compiling maps", unit=" maps", disable=None) as bar:
-            while running:
-                time.sleep(0.5)
-                for worker in [worker for worker in running if not processes[worker].is_alive()]:
-                    running.remove(worker)
-                    if code := processes[worker].exitcode:  # the engine may end its process
-                        done = int(counts[0, worker])
-                        deaths[worker] += 1
-                        tqdm.write(f"worker {worker} died (exit code {code}) after {done} maps")
-                        if deaths[worker] < 3 + done:
-                            running.add(worker)
-                            start(worker)
-                bar.n = int(counts[0].sum())
-                bar.refresh()
-    finally:
-        for process in processes:
-            if process and process.pid:
-                end_group(process.pid)
-                process.kill()
-                process.join()
-    done, saved, unsaved = counts.sum(1).tolist()
-    print(f"{done} of {len(work)} seeds: {saved} new maps in {cache_folder(args)}, {unsaved} that it could not take; "
-          f"what the engines print is in {engines / 'output.txt'}")  # fmt: skip
-    return int(done < len(work) or unsaved > 0)
-
-
-def compile_maps(args: Args, worker: int, numbers: list[int], seed: tuple[int, ...], counts: torch.Tensor) -> None:
-    """Body of a process of `fill_level_cache`: resets the games of tasks `numbers` to new seeds. counts: int64
-    [3, workers], seeds done, and maps that the cache took and did not take."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=watch_parent, daemon=True).start()
-    os.nice(10)
-    rng, env = np.random.default_rng(seed), None
-    for number in numbers:
-        if env is None or env.number != number:
-            if env is not None:
-                env.close()
-            env = LabEnv(args, number)
-            env.start()
-        before = env.cache.saved, env.cache.unsaved
-        new = int(rng.integers(2**31 - 1))
-        env.cache.seed = str(new)
-        env.lab.reset(seed=new)
-        counts[:, worker] += torch.tensor([1, env.cache.saved - before[0], env.cache.unsaved - before[1]])
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
+    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 class Reporter:
-    """The progress bar, log.txt and TensorBoard, of rank 0 only. Every rate is over the window since the last report;
-    returns are of the last 100 episodes of each task on each rank at that time."""
+    """The progress bar, log.txt and TensorBoard, of rank 0 alone: returns, lag and times are its own, steps those of
+    all ranks. Every rate is over the window since the last report; returns are of each task's last 100
+    episodes."""
 
     def __init__(self, args: Args, learner: Learner, writer, log):
-        self.args, self.learner, self.writer, self.log = args, learner, writer, log
+        self.args, self.learner, self.inference, self.writer, self.log = args, learner, learner.inference, writer, log
         self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
                         unit_scale=True, dynamic_ncols=True, disable=True if rank_of()[0] else None)  # fmt: skip
         self.metrics, self.last, self.minute, self.warned = {}, self.counters(), deque(maxlen=12), False
         self.score, self.text, self.settled = 0.0, "", False
 
     def counters(self) -> dict[str, float]:
-        """Sums so far, as means over the ranks; `waits`: the seconds that each rank has waited for the others."""
-        names, ranks = ("waited", "served", "batches", "idle", "held", "compiling", "unsaved"), self.learner.everyone
-        found = {name: self.learner.total(name) / max(1, len(ranks)) for name in names}
-        waits = np.array([rank["all_reduce"] for rank in ranks] or [0.0])
-        return found | dict(time=time.monotonic(), step=self.learner.global_step, waits=waits)
+        i, learner = self.inference, self.learner
+        return dict(time=time.monotonic(), step=learner.global_step, waited=learner.waited, served=i.served,
+                    batches=i.batches, idle=i.idle, blocked=i.blocked, ranks=learner.waited_for_ranks,
+                    compiling=i.maps[0], unsaved=i.maps[2])  # fmt: skip
 
     def update(self, metrics: dict[str, float]) -> bool:
         """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
@@ -2228,22 +1991,22 @@ class Reporter:
             "charts/FPS": fps,
             "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
             "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
-            "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots
+            "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
             "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
             "stats/compiling": compiling / spent / max(1, self.args.num_workers),  # actors compile maps: over a minute
         }
-        if len(waits := change["waits"]) > 1:
-            scalars["stats/all_reduce"] = waits.mean() / seconds  # the learner waits for other ranks
+        if rank_of()[1] > 1:
+            scalars["stats/all_reduce"] = change["ranks"] / seconds  # the learner waits for other ranks
         scalars |= self.scores()
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        if len(waits) > 1 and waits.mean() > max(change["held"], change["waited"]):
-            bottleneck = f"rank {waits.argmin()}"  # the others wait for the one that waits least
-        elif change["held"] >= change["waited"]:
+        if change["ranks"] > max(change["blocked"], change["waited"]):
+            bottleneck = "another rank"
+        elif change["blocked"] >= change["waited"]:
             bottleneck = "learner"
         else:
-            bottleneck = "games" if change["idle"] > 0.5 * (seconds - change["held"]) else "inference"
-            if bottleneck == "games" and scalars["stats/compiling"] > 0.5:
+            bottleneck = "environments" if change["idle"] > 0.5 * (seconds - change["blocked"]) else "inference"
+            if bottleneck == "environments" and scalars["stats/compiling"] > 0.5:
                 bottleneck = "compiling maps (--fill-level-cache)"
         if change["unsaved"] and not self.warned:
             self.warned = True
@@ -2254,8 +2017,7 @@ class Reporter:
 
     def scores(self) -> dict[str, float]:
         """Means of the last 100 episodes of each task, and the score over all tasks as soon as each has an episode."""
-        tasks, ranks = tasks_of(self.args), [rank["episodes"] for rank in self.learner.everyone]
-        lists = [sum(episodes, []) for episodes in zip(*ranks)]
+        tasks, lists = tasks_of(self.args), [list(episodes) for episodes in self.inference.episodes]
         played = {task: np.mean(episodes, axis=0) for task, episodes in zip(tasks, lists) if episodes}
         scalars = {}
         if len(tasks) > 1:
@@ -2276,58 +2038,178 @@ class Reporter:
         return scalars
 
 
-def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:
-    """The learner's loop. It saves the last good weights however it ends, unless by a second signal. Only rank 0 saves
-    and reports; any rank may end the loop, for all of them."""
-    rank, _ = rank_of()
-    started = saved = best_saved = time.monotonic()  # no best in the first 30 s: games that end first are short ones
+def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -> None:
+    """The learner's loop. Rank 0 saves and reports; any rank may end the loop, for all of them. What it has learned is
+    saved at the end, and before an error that leaves the weights good; not after one that nobody foresaw."""
+    rank, saved, now = rank_of()[0], learner.version, time.monotonic()  # saved: the version of the last checkpoint
+    learner.deadline = now + (args.train_for_seconds or np.inf)
+    saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
     try:
-        for slots in source:
-            timed_out = args.train_for_seconds is not None and time.monotonic() - started >= args.train_for_seconds
-            metrics = learner.iterate(slots, timed_out)
-            now = time.monotonic()
-            if rank == 0 and reporter.update(metrics) and reporter.settled and now - best_saved >= 30:
-                if reporter.score > learner.best_return:
-                    learner.best_return, best_saved = float(reporter.score), now
-                    save_checkpoint(checkpoints / "best.pth", learner)
-            if rank == 0 and now - saved >= args.save_every_sec:
-                save_latest(checkpoints, learner, args.keep_checkpoints)
-                saved = now
-            if learner.global_step >= args.total_timesteps or learner.total("timed_out") or learner.total("left"):
+        while learner.global_step < args.total_timesteps:
+            if (slots := learner.collect()) is None:
+                learner.sum_counts(left=1)
                 break
-        else:  # a signal has ended the source, and other ranks may wait for this one
-            learner.meet(left=1)
+            if (metrics := learner.iterate(slots)) is None:
+                break
+            now = time.monotonic()
+            if rank == 0 and reporter.update(metrics) and reporter.settled and now - best_at >= 30:
+                if reporter.score > learner.best_return:
+                    learner.best_return, best_at = float(reporter.score), now
+                    save_checkpoint(checkpoints / "best.pth", learner)
+            if rank == 0 and now - saved_at >= args.save_every_sec:
+                save_latest(checkpoints, learner, args.keep_checkpoints)
+                saved, saved_at = learner.version, now
     finally:
-        if rank == 0 and not isinstance(sys.exception(), KeyboardInterrupt):
+        reporter.bar.close()
+        foreseen = sys.exception() is None or isinstance(sys.exception(), (FloatingPointError, UserError))
+        if rank == 0 and foreseen and learner.version > saved:  # else there is nothing new
             save_latest(checkpoints, learner, args.keep_checkpoints)
+
+
+def train(typed: Args, folder: Path) -> int:
+    """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes some of our file descriptors
+    args, (rank, ranks) = resolve(typed), rank_of()
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        torch.cuda.set_device(device.index or 0)
+        torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
+    spaces = spaces_of(args)
+    T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
+    rows = max(1, W) * args.num_envs_per_worker
+    check_shared_memory(spaces, rows)
+    log_file, checkpoints, printed = None, folder / "checkpoints", engines_folder(args) / "output.txt"
+
+    def log(text: str, show: bool = True) -> None:
+        text = f"rank {rank}: {text}" if rank else text
+        if log_file:
+            log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        if show:
+            tqdm.write(text)
+
+    def begin() -> dict | None:
+        """On rank 0 alone: the others have neither log nor checkpoints."""
+        nonlocal log_file
+        log_file = open_log(folder)
+        printed.unlink(missing_ok=True)
+        return load_checkpoint(checkpoints, "latest", log)
+
+    checkpoint = from_first_rank(begin)
+    if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
+        if rank == 0:
+            log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
+        return 0
+    torch.manual_seed(args.seed)
+    agent = Agent(spaces, args).to(device)
+    for x in agent.state_dict().values() if ranks > 1 else ():  # other machines may compute other first weights
+        dist.broadcast(x, 0)
+    inference = Inference(args, spaces, agent, device)
+    learner = Learner(args, agent, inference, device)
+    if checkpoint:
+        load_weights(agent, checkpoint, folder, args)
+        learner.load(checkpoint)
+        with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
+            learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
+    if rank:
+        args.seed = env_seed(args.seed, rank)  # environments and random numbers of its own
+    torch.manual_seed(args.seed + learner.version)
+    actors = Actors(args, inference, session=learner.version, log=log)  # a resumed run has other episodes
+    writer = contextlib.nullcontext()
+    if rank == 0:
+        software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
+        # A resumed run starts from what was typed and resolves again: it may be on another machine.
+        cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
+        (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
+        os.replace(folder / "cfg.tmp", folder / "cfg.json")
+        writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
+        writer.add_text("args", json.dumps(asdict(args), indent=2))
+        lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # when the learner is the bottleneck
+        if checkpoint:
+            log(f"resuming {folder} at step {learner.global_step:,}")
+        steps = args.total_timesteps
+        for line in (
+            f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
+            f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
+            f"{W} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
+            f" {args.batch_size} samples ({B} rollouts of {T} steps) per update; expected lag up to {lag:.1f} versions",
+            f"{mebibytes(inference.mailbox):.1f} MiB of shared memory, {mebibytes(inference.rollouts):.0f} MiB of"
+            f" rollouts in {slots_needed(args)} slots; the environments take about {envs_memory(args):.1f} GiB",
+            f"{shares_of_tasks(args)}; {spaces.heads[0]} actions; what the engines print is in {printed}",
+            f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
+            f"{ranks} ranks like this: {ranks * rows} environments, {ranks * args.batch_size:,} samples per update",
+        )[: 6 if ranks > 1 else 5]:
+            log(line)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
+    with writer, sampling(inference, actors), own_stream(device, args.learner_threads):
+        learn(args, checkpoints, learner, Reporter(args, learner, writer, log))
+    if rank == 0:
+        log(f"{'stopped' if STOP else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
+            f"{learner.skipped} batches without a usable sample, {actors.deaths} actors replaced")  # fmt: skip
+    return 130 if STOP and ranks == 1 else 0  # else torchrun would start it again
+
+
+def fill_level_cache(args: Args) -> int:
+    """Compiles maps for `fill_level_cache` new seeds of each task that generates maps, in all workers: MapEnvs, whose
+    actions are the next in a list. Returns the exit code. Raises UserError."""
+    changes = dict(experiment=None, num_envs_per_worker=1, worker_num_splits=1, batch_size=None)
+    args = resolve(Args(**asdict(args) | changes))
+    generated = [number for number, task in enumerate(tasks_of(args)) if task_of(task).generated]
+    if not generated:
+        raise UserError(f"--fill-level-cache: {args.env_id} generates no maps")
+    work = sorted(generated * args.fill_level_cache)  # so that a worker gets many of a task before those of another
+    total, workers = len(work), max(1, args.num_workers)
+    mailbox, args.num_workers = Mailbox(spaces_of(args), workers), workers
+    numpy, done, costs = mailbox.numpy(), 0, np.zeros(3)
+    actors = Actors(args, SimpleNamespace(mailbox=mailbox, size=1, bell=os.eventfd(0)), time.time_ns(), tqdm.write)
+    actors.SHORT_LIFE = 3  # an engine that ends its process now and then ends no more than its map
+    try:
+        actors.start_all()
+        with tqdm(total=total, desc="compiling maps", unit=" maps", disable=None) as bar:
+            while not STOP and (work or len(actors.requests) < workers):
+                served = actors.requests[: len(work)]
+                for worker in served:
+                    numpy.action[worker] = work.pop()
+                actors.reply(served)
+                idle = set(actors.requests)
+                actors.wait(0.5)
+                stepped = [w for w in actors.requests if w not in idle and not numpy.first[w]]  # not just started
+                done, costs = done + len(stepped), costs + numpy.maps[stepped].sum(0)
+                bar.update(len(stepped))
+    finally:
+        actors.stop()
+    _, saved, unsaved = costs.astype(int)
+    print(f"{done} of {total} seeds: {saved} new maps in {cache_folder(args)}, {unsaved} that it could not take; "
+          f"what the engines print is in {engines_folder(args)}/output.txt")  # fmt: skip
+    return 130 if STOP else int(done < total or unsaved > 0)
 
 
 def main() -> int:
     try:
         if sys.platform != "linux":
-            raise UserError(f"this needs Linux (process groups, /proc, /dev/shm); {sys.platform} has no such things")
+            raise UserError(f"this needs Linux (/proc, /dev/shm, eventfd); {sys.platform} has no such things")
         join_ranks()
         args, folder = from_first_rank(parse_args)
         if args.evaluate:
             evaluate(args, folder)
             return 0
-        if args.fill_level_cache:
-            return fill_level_cache(args)
-        code = train(args, folder)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, STOP)
+        code = fill_level_cache(args) if args.fill_level_cache else train(args, folder)
         if dist.is_initialized():
             dist.destroy_process_group()
         return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("stopped at once, without a checkpoint", file=sys.stderr)
+    except KeyboardInterrupt:  # in an evaluation, or before the run has begun: there is nothing to save
+        print("stopped", file=sys.stderr)
         return 130
-    except RuntimeError as error:
-        if not (dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))):
-            raise
-        print(f"rank {dist.get_rank()}: another rank has ended or cannot be reached: {error}", file=sys.stderr)
-        return 1
 
 
 if __name__ == "__main__":

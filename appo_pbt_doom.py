@@ -18,19 +18,19 @@
     python appo_pbt_doom.py --experiment NAME --evaluate      # all policies against all
 
 On 2 cores of an AMD EPYC (Zen 3, no GPU) two policies learned `duel` from each other in a small arena for 65 minutes.
-Then one won all of 50 games against the game's bot, the other 35 and lost 10, and each won all 50 against itself of an
-hour before (one seed, 2026-11-23; benchmark/self_play.sh).
+Then one won all of 50 matches against Doom's own bot, the other 35 and lost 10, and each won all 50 against itself of
+an hour before (one seed, 2026-11-23; benchmark/self_play.sh).
 
-A deliberate edit of appo_doom.py. What differs: the main process only starts and looks after the others, and holds the
-exchanges of population-based training (`Population`, `watch`). Every policy has a process of its own, which does what
-the diagram shows of the main process (`train_policy`). An actor's games have seats for several agents, and a table says
-which policy plays in which seat (`table_of_policies`); a split is stepped when all policies have chosen their actions.
-Games have PettingZoo's parallel API (`make_env`), Doom's matches among them (`DoomEnv`). An agent that waits for its
-return to a match is *inactive*: its steps are in no loss, but cut no trace and no state. What is the same as in
-appo_doom.py is the same text.
+A deliberate edit of appo_doom.py. What differs: the main process only starts and replaces the others (`Workers`), and
+holds the exchanges of population-based training (`Population`, `watch`). Every policy has a process of its own, which
+does what the diagram shows of the main process (`train_policy`); an actor has a pipe to each of them. An environment
+has seats for several agents, and a table says which policy plays in which seat (`table_of_policies`); a split is
+stepped when all policies have chosen their actions. Environments have PettingZoo's parallel API (`make_env`), Doom's
+matches among them (`DoomEnv`). An agent that waits for its return to a match is *inactive*: its steps are in no loss,
+but cut no trace and no state. What is the same as in appo_doom.py is the same text.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
-     +-------------------------------+  request: group g  +------------------------------------------+
+     +-------------------------------+  request: byte s   +------------------------------------------+
      | step the envs of split s      | -----------------> | inference thread                         |
      | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
      | the mailbox rows of group g   | <----------------- |   into the rollouts, forward, sample,    |
@@ -47,8 +47,8 @@ appo_doom.py is the same text.
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *batch* is B rollouts, an *iteration* is what the learner does with one.
-A *step* is one decision of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every policy that is
-published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
+A *step* is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that
+is published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
 that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
@@ -58,7 +58,7 @@ observation is the first of the next episode. So two flags say all there is to k
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was restarted)
+and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
 cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
 last step bootstraps from the value of the true last observation.
 """
@@ -70,6 +70,7 @@ import csv
 import ctypes
 import difflib
 import faulthandler
+import fcntl
 import functools
 import importlib.util
 import json
@@ -81,17 +82,18 @@ import os
 import queue
 import random
 import re
+import resource
+import select
+import selectors
 import shlex
 import shutil
 import signal
 import socket
 import statistics
-import struct
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections import deque
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as dataclass_field
@@ -109,10 +111,7 @@ import tyro
 import vizdoom
 from tqdm import tqdm
 
-
-# ======================================================================================================================
-# Args
-# ======================================================================================================================
+# === Args =============================================================================================================
 
 
 @dataclass
@@ -124,44 +123,45 @@ class Args:
     battle, battle2, or benchmark (battle without measurements and with 9 flat actions)"""
     cfg_path: str | None = None  # a ViZDoom scenario .cfg of your own, trained on instead of `env_id`
     scenario_dir: str | None = None  # folder with Sample Factory's maps for the matches; else ViZDoom's cig.wad
-    frameskip: int = 4  # game ticks (frames) per step of the agent
-    seed: int = 1  # of the network, of the action sampling and of the games
+    frameskip: int = 4  # engine ticks (frames) per step of the agent
+    seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 1_000_000
     """stop after this many steps (frames / frameskip) of each policy, as a mean over them, all sessions together"""
     train_for_seconds: float | None = None  # stop after this many seconds of learning in this session
-    device: str = "auto"  # cpu, cuda or cuda:1; auto takes cuda where there is one
+    device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
     experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
     keep_checkpoints: int = 2  # how many of the latest checkpoints are kept
-    evaluate: bool = False  # play with checkpoints instead of training: all against all, in a game of several agents
+    evaluate: bool = False  # play with checkpoints instead of training: all against all, where there are several agents
     opponents: list[str] = dataclass_field(default_factory=list)  # other experiments that take part
     eval_policies: list[int] = dataclass_field(default_factory=list)  # which policies of each take part. Default: all
-    eval_episodes: int = 100  # number of episodes that each policy plays, or of games between each two
+    eval_episodes: int = 100  # number of episodes that each policy plays, or of matches between each two
     eval_deterministic: bool = False  # play the likeliest action instead of a sampled one
     load_checkpoint_kind: Literal["latest", "best"] = "latest"  # which checkpoint to play with
-    save_video: bool = False  # write the first minute of one game's episodes to <experiment>/video.mp4
+    save_video: bool = False  # write the first minute of one environment's episodes to <experiment>/video.mp4
 
     # --- sampling
     num_workers: int | None = None  # actor processes. Default: the cores this process may use
-    num_envs_per_worker: int = 16  # games per worker
+    num_envs_per_worker: int = 16  # environments per worker
     worker_num_splits: int | None = None
-    """parts that a worker's games are stepped in: it steps one while the others wait for actions. Default: 2 with CUDA
-    and an even number of games, else 1 (without CUDA a worker that waits leaves its core to the network)"""
+    """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
+    with CUDA and an even number of environments, else 1 (on a CPU who waits leaves the core to the network)"""
     set_workers_cpu_affinity: bool = True
-    """pin worker i and its games to the i-th core of this process; off where a container's CPU quota is less than its
+    """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
-    actor_timeout: float = 120.0  # restart a worker when a step of its games, or the start of one, takes more seconds
+    actor_timeout: float = 120.0
+    """replace an actor when a step of its environments, or the start of one, takes more seconds"""
     inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
 
     # --- population
     num_policies: int = 4
-    """policies that are trained side by side, each by a process of its own, in the same games; with several GPUs policy
-    i has GPU i mod their number, unless --device names one"""
+    """policies that are trained side by side, each by a process of its own, in the same environments; with several GPUs
+    policy i has GPU i mod their number, unless --device names one"""
     policy_settings: list[str] = dataclass_field(default_factory=list)
     """where a policy differs from the flags below, at its start: "1:learning_rate=0.01" (policy 1)"""
     with_pbt: bool = False  # population-based training: mutate settings, replace the worst policies by the best
@@ -216,34 +216,19 @@ class Args:
 # The ranges of numeric flags; of those not named, 1 to infinity for whole numbers and 0.0 to infinity for others
 LOWEST = dict(seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0, pbt_perturb_min=1.0,
               pbt_perturb_max=1.0, keep_checkpoints=2)  # fmt: skip
-HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, pbt_replace_fraction=0.5, pbt_mutation_rate=1.0,
-               num_policies=16, num_workers=234)
-# keep_checkpoints: a donor that saves meanwhile must not delete what its copy reads.
-# Of the last two: a process can be given 256 file descriptors. An actor needs 13 for each mailbox, a policy one for
-# each actor.
+HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, worker_num_splits=256, pbt_replace_fraction=0.5,
+               pbt_mutation_rate=1.0, num_policies=16)  # fmt: skip
+# keep_checkpoints: a donor that saves meanwhile must not delete what its copy reads. num_policies: a process can be
+# given 256 file descriptors, and an actor needs a dozen for each policy. worker_num_splits: a reply is one byte.
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
-# flags of one session, not of the experiment
-SESSION = ("train_for_seconds", "evaluate", "opponents", "eval_policies", "eval_episodes", "eval_deterministic",
-           "load_checkpoint_kind", "save_video")  # fmt: skip
-# must be the checkpoint's; --evaluate may play another game with the same observations and actions
-GAME, NETWORK = (
-    ("env_id", "cfg_path", "scenario_dir"),
-    ("num_policies", "policy_settings", "rnn_type", "hidden_size", "normalize_input"),
-)
+# Flags of one session, not of the experiment; and what a resumed run may not change
+EVALUATION = ("opponents", "eval_policies", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video")
+SESSION, ENV = ("train_for_seconds", "evaluate", *EVALUATION), ("env_id", "cfg_path", "scenario_dir")
+FIXED = (*ENV, "num_policies", "policy_settings", "rnn_type", "hidden_size", "normalize_input")
 
 
 class UserError(Exception):
     """Something the user can fix; printed as one line, without a traceback."""
-
-
-def cpu_quota() -> float:
-    """How many cores' time this process's container may use (cgroup v2, else v1); infinity without a limit."""
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with contextlib.suppress(OSError, ValueError):  # no such file; "max" instead of a number
-            quota, period = map(int, " ".join(Path("/sys/fs/cgroup", name).read_text() for name in names).split())
-            if quota > 0:
-                return quota / period
-    return float("inf")
 
 
 def resolve(args: Args) -> Args:
@@ -256,12 +241,13 @@ def resolve(args: Args) -> Args:
                 raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = args.device.partition(":")
-    if args.device not in ("cpu", "cuda") and (kind != "cuda" or not index.isdecimal() or index != str(int(index))):
-        raise UserError(f"--device {args.device} is no device for this; cpu, cuda or cuda:1")
-    if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
-        raise UserError(f"--device {args.device} is not there: torch {torch.__version__} sees {count} CUDA devices")
-    cpu, in_mask, quota = kind == "cpu", len(os.sched_getaffinity(0)), cpu_quota()
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
+        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    cpu, cores, quota = args.device == "cpu", len(os.sched_getaffinity(0)), np.inf
+    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
+        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
     if args.precision == "auto":
         if cpu:
             capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
@@ -269,10 +255,10 @@ def resolve(args: Args) -> Args:
             with torch.cuda.device(args.device):
                 capable = torch.cuda.is_bf16_supported(including_emulation=False)
         args.precision = "bfloat16" if capable else "float32"
-    n = max(1, int(min(in_mask, quota)))
-    if quota < in_mask:  # this machine's other containers see the same cores, and would pin to them too
+    n = max(1, int(min(cores, quota)))
+    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
         args.set_workers_cpu_affinity = False
-    args.num_workers = min(n, HIGHEST["num_workers"]) if args.num_workers is None else args.num_workers
+    args.num_workers = n if args.num_workers is None else args.num_workers
     if args.worker_num_splits is None:
         args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
     # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
@@ -284,8 +270,8 @@ def resolve(args: Args) -> Args:
                         f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
     P, agents = args.num_policies, spaces_of(args)[1]
     if args.num_envs_per_worker // args.worker_num_splits * agents % P:
-        raise UserError(f"{args.num_envs_per_worker // args.worker_num_splits} games in a split x {agents} agents are "
-                        f"not divisible by --num-policies {P}")  # fmt: skip
+        raise UserError(f"{args.num_envs_per_worker // args.worker_num_splits} environments in a split x {agents} "
+                        f"agents are not divisible by --num-policies {P}")  # fmt: skip
     if P > 1 and args.max_batches_ahead == 0 and not args.sync:
         raise UserError("--max-batches-ahead 0 needs --num-policies 1: several could wait for each other for ever")
     if args.with_pbt and P == 1:
@@ -314,15 +300,35 @@ def resolve(args: Args) -> Args:
     return args
 
 
-# ======================================================================================================================
-# Environment
-# ======================================================================================================================
+class Stop:
+    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
+    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and the exit code is 130. One that
+    comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
+    sent twice by a launcher, and while a checkpoint is being written it does nothing."""
+
+    def __init__(self):
+        self.asked_at, self.writing = None, False
+
+    def __bool__(self) -> bool:
+        return self.asked_at is not None
+
+    def __call__(self, number: int, frame) -> None:
+        self.asked_at = self.asked_at or time.monotonic()
+        if time.monotonic() - self.asked_at > 1.0 and not self.writing:
+            os.write(2, b"\nstopped at once\n")
+            os._exit(130)
+
+
+STOP = Stop()
+
+
+# === Environment ======================================================================================================
 
 ENGINE, TICKS_PER_SECOND = "vizdoom", 35
-GAME_SHARED_MEMORY = 3 * 2**20  # bytes; an engine's file is 10 MiB long but sparse: at 160x120 at most 2.8 MiB are used
+ENV_SHARED_MEMORY = 3 * 2**20  # bytes; an engine's file is 10 MiB but sparse: at 160x120 at most 2.8 MiB are used
 SCREEN = (120, 160, 3)  # what the engine renders: height, width, RGB. Sample Factory's 160x120
 IMAGE = (72, 128, 3)  # what the agent sees, nearest neighbour: 3 of every 5 rows, 4 of every 5 columns
-# Read from every game. USER2 is the number of kills in battle and battle2.
+# Read from every engine. USER2 is the number of kills in battle and battle2.
 VARIABLES = ("SELECTED_WEAPON", "SELECTED_WEAPON_AMMO", "HEALTH", "USER2")
 # and from every match
 EIGHT = range(8)
@@ -427,43 +433,33 @@ def find_wad(name: str) -> str:
 def launcher() -> str:
     """Path of a shell script, kept in memory, that starts an engine: in the temporary folder, with the engine's own
     folder made beforehand (engines that make it at the same time crash), deaf to signals that a terminal or a batch
-    system sends to all, and killed by the kernel when the thread that started it ends."""
+    system sends to all, and killed by the kernel when the thread that started it ends. Raises UserError."""
+    if not shutil.which("setpriv"):
+        raise UserError("setpriv is missing, with which engines end when we do: install util-linux 2.33 or newer")
     folder, engine = shlex.quote(tempfile.gettempdir()), shlex.quote(f"{Path(vizdoom.__file__).parent}/vizdoom")
+    # If its parent died before the kernel was told to watch it, the engine is not started. The engines of a match would
+    # tell of each other on the terminal.
     script = f"""#!/bin/sh
 trap '' INT TERM
 mkdir -p {folder}/_vizdoom && cd {folder} || exit 1
-mortal="setpriv --pdeathsig KILL"  # from util-linux; if too old, a killed --evaluate leaves engines
-$mortal true 2> /dev/null || mortal=
-exec $mortal {engine} "$@" > /dev/null 2>&1  # in a match they tell of each other
+exec setpriv --pdeathsig KILL sh -c '[ $PPID = {os.getpid()} ] && exec "$@"' - {engine} "$@" > /dev/null 2>&1
 """
-    unlink_orphans()  # of runs before this one
     file = os.memfd_create("vizdoom_launcher")
     os.write(file, script.encode())
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def unlink_game_files(pid: int | str = "self") -> None:
-    """Unlinks the shared memory that a process's games have mapped, and no other run's."""
-    with contextlib.suppress(OSError):
-        lines = [line for line in open(f"/proc/{pid}/maps") if "/dev/shm/ViZDoom" in line and "(deleted)" not in line]
-        for file in {line.split()[-1] for line in lines}:
-            Path(file).unlink(missing_ok=True)
+def unlink_shared_memory() -> None:
+    """Unlinks the shared memory of this process's engines, which have started: both sides have it open, and without a
+    name it goes with the processes, however they end. Only an engine that is killed while it starts leaves its file
+    behind, 3 MiB at most."""
+    for line in open("/proc/self/maps"):
+        if "/dev/shm/ViZDoom" in line and "(deleted)" not in line:
+            Path(line.split()[-1]).unlink(missing_ok=True)
 
 
-def unlink_orphans() -> None:
-    """Unlinks shared memory left by games that died while they started. The kernel grants a write lease only on a file
-    that nobody has open or mapped, in any container: files of living games are safe."""
-    import fcntl  # here, so that other systems get main's sentence and no ImportError
-
-    for path in Path("/dev/shm").glob("ViZDoom*"):
-        with contextlib.suppress(OSError), open(path) as file:
-            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # who opens it meanwhile sends this; SIGIO would end us
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            path.unlink()
-
-
-class GameLost(Exception):
-    """A match whose engines ended or hang. It is started again, alone."""
+class MatchLost(Exception):
+    """The engines of a match ended or hang. It is started again, alone."""
 
 
 class Player:
@@ -497,7 +493,7 @@ class Player:
                 column += n - 1
             self.presses.append(press)
         self.screen = np.zeros(SCREEN, np.uint8)
-        # Of the variables, with one that is 0 for those that this game lacks
+        # Of the variables, with one that is 0 for those that this scenario lacks
         self.column = {name: names.index(name) if name in names else len(names) for name in VARIABLES + MATCH_VARIABLES}
         self.variables, self.floor = np.zeros(len(names) + 1), np.zeros(len(names) + 1)
         self.floor[[i for name, i in self.column.items() if "FRAGCOUNT" in name]] = -np.inf  # suicides count -1
@@ -573,7 +569,7 @@ class Player:
         if not self.scenario.measurements:
             return image
         vector = np.minimum(self.variables[self.measured] / self.divisors, self.highest, dtype=np.float32)
-        vector[6] = max(vector[6], 1 / 5)  # alone in the game
+        vector[6] = max(vector[6], 1 / 5)  # alone
         return dict(obs=image, vector=vector)
 
     def bonus(self, before: np.ndarray, was_dead: bool) -> float:
@@ -593,7 +589,7 @@ class Player:
 
 
 class DoomEnv:
-    """A game of Doom with PettingZoo's parallel API: of one player, or a match of several, whose engines talk over the
+    """Doom with PettingZoo's parallel API: for one player, or a match of several, whose engines talk over the
     loopback. An observation is the image, uint8 [72, 128, 3], alone or in a Dict as `obs` beside `vector`, float32 [23]
     measurements.
 
@@ -625,18 +621,18 @@ class DoomEnv:
 
     def together(self, function, seconds: float, *arguments) -> list:
         """Calls function(player, argument...) for all players and returns the results. An engine of a match waits for
-        the others, so each needs a thread. Raises GameLost."""
+        the others, so each needs a thread. Raises MatchLost."""
         if not self.scenario.match:
             return [function(*(values[0] for values in (self.players, *arguments)))]
         futures = [self.pool.submit(function, *values) for values in zip(self.players, *arguments)]
         done, late = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
         for error in filter(None, (future.exception() for future in done)):
             if type(error).__module__ == vizdoom.ViZDoomErrorException.__module__:
-                raise GameLost(repr(error))
+                raise MatchLost(repr(error))
             if not isinstance(error, threading.BrokenBarrierError):
                 raise error  # not the engine's
         if late or any(future.exception() for future in done):
-            raise GameLost(f"a player took more than {seconds:.0f} s")
+            raise MatchLost(f"a player took more than {seconds:.0f} s")
         return [future.result() for future in futures]
 
     def play(self, player: Player, action) -> tuple:
@@ -678,8 +674,7 @@ class DoomEnv:
                 player.game.add_game_args(f"-join 127.0.0.1:{self.port}" if i else host)
                 player.game.add_game_args(f"+viz_connect_timeout 10 +name agent{i} +colorset 0")
         self.together(lambda player: player.game.init(), self.START_SECONDS)
-        # Both sides of all games have the files open. Without names they go with the processes, however those end.
-        unlink_game_files()
+        unlink_shared_memory()  # only now, when all engines of the match have started
         self.running = True
 
     def reset(self, seed: int | None = None, options: dict | None = None):
@@ -731,145 +726,138 @@ class DoomEnv:
 
     def kill(self) -> None:
         """Ends a lost match's engines by force, which are found by their port; what waits for them fails then. While
-        they start, however, ViZDoom 1.3 crashes with them: the actor dies, and the main process starts it again."""
-        ours = {str(self.port), f"127.0.0.1:{self.port}"}
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        they start, however, ViZDoom 1.3 crashes with them: the actor dies, and the main process replaces it."""
+        ours, parent = {str(self.port), f"127.0.0.1:{self.port}"}, f"PPid:\t{os.getpid()}\n"
+        unlink_shared_memory()
+        for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
-                if ours & words and os.getpgid(pid) == os.getpgid(0):
-                    unlink_game_files(pid)
-                    os.kill(pid, signal.SIGKILL)
+                words = set((process / "cmdline").read_text().split("\0"))
+                if ours & words and parent in (process / "status").read_text():
+                    os.kill(int(process.name), signal.SIGKILL)
         self.barrier.abort()
         self.pool.shutdown(wait=False)
         self.players, self.running = [Player(*self.arguments) for _ in self.players], False
 
 
 def make_env(args: Args):
-    """One game. Edit this function to train on something else.
+    """One environment. Edit this function to train on something else.
 
     What it returns has PettingZoo's parallel API: `possible_agents`, `observation_space`, `action_space`, `reset` and
-    `step` with dicts, `agents`, `render`, `close`. All agents have the same spaces: one uint8 image [height, width,
-    channels], at least 36 x 36, alone or in a Dict as `obs` beside a float `vector`, and Discrete or MultiDiscrete
-    actions. No game is started before `reset`. In an agent's info there may be `raw_reward`, a float that scores are
-    sums of; `inactive`, True where its action does nothing; and at the end the SCORES. If `shaping_of` names
-    coefficients, it has `set_shaping`.
+    `step` with dicts, `agents`, `render`, `close`. It must start nothing before `reset`. All agents have the same
+    spaces, with Discrete or MultiDiscrete actions. `Agent` sees one uint8 image [height, width, channels], at least
+    36 x 36, alone or as `obs` in a Dict beside float vectors. In an agent's info there may be `raw_reward`, a float
+    that scores are sums of; `inactive`, True where its action does nothing; and at the end the SCORES. If `shaping_of`
+    names coefficients, it has `set_shaping`. What needs no room in /dev/shm has ENV_SHARED_MEMORY 0.
     """
     return DoomEnv(args.env_id, args.frameskip, args.cfg_path, args.scenario_dir)
 
 
-SCORES = ("kills", "frags", "deaths", "place", "win")  # of an episode, where the game has them
+SCORES = ("kills", "frags", "deaths", "place", "win")  # of an episode, where there are such
 
 
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
-    image: tuple[int, ...]  # shape of the image: height, width, channels
-    vector: int  # length of the vector beside it, 0 for none
+    obs: dict[str, gym.spaces.Box]  # the arrays that an observation consists of, by name
     heads: tuple[int, ...]  # number of actions of each independent head
 
 
-def split_observation(observation) -> tuple:
-    """(image, vector or None) of an observation or of an observation space."""
-    if isinstance(observation, (dict, gym.spaces.Dict)):
-        return observation["obs"], observation["vector"]
-    return observation, None
+def by_name(observation) -> dict:
+    """An observation, or the space of one, as a dict: what is none has the one name `obs`."""
+    return dict(observation) if isinstance(observation, (dict, gym.spaces.Dict)) else dict(obs=observation)
 
 
 def spaces_of(args: Args) -> tuple[Spaces, int]:
     """The spaces of what `make_env` returns, and its number of agents. Raises UserError where the pipeline does not
     support them."""
-    with contextlib.closing(make_env(args)) as env:  # starts no game
+    with contextlib.closing(make_env(args)) as env:  # starts no engine
         agents = env.possible_agents
         spaces = {(str(env.observation_space(agent)), str(env.action_space(agent))) for agent in agents}
-        observation, action = env.observation_space(agents[0]), env.action_space(agents[0])
+        obs, action = by_name(env.observation_space(agents[0])), env.action_space(agents[0])
     if len(spaces) > 1:
         raise UserError(f"unsupported: agents with different spaces, {spaces}")
-    try:
-        image, vector = split_observation(observation)
-        (width,) = vector.shape if vector else (0,)
-        heads = tuple(int(n) for n in (action.nvec if isinstance(action, gym.spaces.MultiDiscrete) else (action.n,)))
-        supported = image.dtype == np.uint8 and len(image.shape) == 3 and not np.any(action.start)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        supported = False
-    if not supported or isinstance(observation, gym.spaces.Dict) and len(observation) > 2:
-        raise UserError(f"unsupported spaces, {observation} and {action}: one uint8 image, alone or in a Dict as `obs` "
-                        "beside a `vector`, and Discrete or MultiDiscrete actions that start at 0")  # fmt: skip
-    return Spaces(image.shape, width, heads), len(agents)
+    boxes = all(isinstance(space, gym.spaces.Box) for space in obs.values())
+    if not boxes or not isinstance(action, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)) or np.any(action.start):
+        raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
+                        "Discrete or MultiDiscrete from 0 on")  # fmt: skip
+    return Spaces(obs, tuple(map(int, np.atleast_1d(getattr(action, "nvec", getattr(action, "n", 0)))))), len(agents)
 
 
-# ======================================================================================================================
-# Mailbox and rollouts
-# ======================================================================================================================
+# === Mailbox and rollouts =============================================================================================
+
+
+def tensors(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Room for observations, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
+    kinds = {name: "float32" if space.dtype.kind == "f" else space.dtype.name for name, space in spaces.obs.items()}
+    return {name: torch.zeros((*shape, *space.shape), dtype=getattr(torch, kinds[name]), device=device)
+            for name, space in spaces.obs.items()}  # fmt: skip
+
 
 def table_of_policies(args: Args, agents: int, session: int) -> np.ndarray:
-    """[group, game, agent] -> the policy that plays there for the whole session. Each has the same number of agents in
-    every split, and pairs of policies, a policy with itself included, meet in equally many games as far as that allows.
-    Another session (a resumed run) has other pairs."""
+    """[group, environment, agent] -> the policy that plays there for the whole session. Each has the same number of
+    agents in every split, and pairs of policies, a policy with itself included, meet in equally many environments as
+    far as that allows. Another session (a resumed run) has other pairs."""
     S, P = args.worker_num_splits, args.num_policies
-    games = args.num_envs_per_worker // S
+    envs = args.num_envs_per_worker // S
     rng, met = np.random.default_rng((args.seed, session)), np.zeros((P, P))
-    table = np.zeros((args.num_workers * S, games, agents), int)
+    table = np.zeros((args.num_workers * S, envs, agents), int)
     for group in table:
-        left = np.full(P, games * agents // P)
-        for game in group:
+        left = np.full(P, envs * agents // P)
+        for env in group:
             for seat in range(agents):
                 # the policy that has met those at the table least; if even, the one with most agents left; else chance
-                cost = [met[p, game[:seat]].sum() if left[p] else np.inf for p in range(P)]
-                game[seat] = policy = min(range(P), key=lambda p: (cost[p], -left[p], rng.random()))
+                cost = [met[p, env[:seat]].sum() if left[p] else np.inf for p in range(P)]
+                env[seat] = policy = min(range(P), key=lambda p: (cost[p], -left[p], rng.random()))
                 left[policy] -= 1
-                for other in game[:seat]:
+                for other in env[:seat]:
                     met[policy, other] += 1
                     met[other, policy] += policy != other
-            rng.shuffle(game)  # no policy is always the host
+            rng.shuffle(env)  # no policy is always the host
     return table
 
 
 class Mailbox:
-    """The only memory that actors share with a policy's process and with the main process; every policy has one.
+    """The memory that actors share with a policy's process and with the main process; every policy has one.
 
     A group is the rows of one policy in one split of one worker; they are neighbours. Between its request and its reply
     they belong to the policy's inference thread, otherwise to the actor: no locks.
     """
 
-    def __init__(self, spaces: Spaces, rows: int, workers: int, groups: int, shaping: int):
-        def shared(*shape, dtype):
-            return torch.zeros(shape, dtype=dtype).share_memory_()
-
+    def __init__(self, spaces: Spaces, rows: int, shaping: int):
         # written by the actor, between a reply and its next request
-        self.obs = shared(rows, *spaces.image, dtype=torch.uint8)  # the current observation
-        self.vector = shared(rows, spaces.vector, dtype=torch.float32)  # and the vector beside it
-        self.reward = shared(rows, dtype=torch.float32)  # of the action before it, after scale and clip
-        self.terminated = shared(rows, dtype=torch.bool)  # that action ended the episode for good
-        self.first = shared(rows, dtype=torch.bool)  # obs is the first of an episode
-        self.inactive = shared(rows, dtype=torch.bool)  # the action at obs does nothing: the agent waits for its return
-        # of the game that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended), SCORES
-        self.episode = shared(rows, 3 + len(SCORES), dtype=torch.float32)
+        self.obs = tensors(spaces, rows)  # the current observation
+        self.reward = torch.zeros(rows)  # of the action before it, after scale and clip
+        self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
+        self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
+        self.inactive = torch.zeros(rows, dtype=torch.bool)  # the action at obs does nothing: it waits for its return
+        # of the episode that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended),
+        # SCORES
+        self.episode = torch.zeros(rows, 3 + len(SCORES))
         # written by inference, between a request and its reply
-        self.action = shared(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        self.replies = shared(groups, dtype=torch.int64)  # the last request answered, zeroed when the actor is started
-        # written by the actor at any time, zeroed when it is started: signs that it is not stuck
-        self.started = shared(workers, dtype=torch.int64)  # games started so far
-        self.requests = shared(groups, dtype=torch.int64)  # requests so far
-        # written by the main process
-        self.incarnation = shared(workers, dtype=torch.int64)  # of the actor: requests of those before it are dropped
-        self.shaping = shared(shaping, dtype=torch.float64)  # coefficients of the policy, read when an episode begins
+        self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
+        # written by the main process, read when an episode begins
+        self.shaping = torch.zeros(shaping, dtype=torch.float64)  # coefficients of the policy
+        for field in fields_of(self):
+            field.share_memory_()
 
     def numpy(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
-        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items()})
+        arrays = {name: field.numpy() for name, field in vars(self).items() if name != "obs"}
+        return SimpleNamespace(obs={name: part.numpy() for name, part in self.obs.items()}, **arrays)
 
 
 class Rollouts:
-    """Memory of the learning process alone, [time, slot, ...]: inference writes FILLING slots, the learner copies FULL.
+    """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
+    device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
+    asking the device. NaN: should a slot be read before it was written, the loss would not be finite.
 
-    Observations, and what inference computes, stay on the device. Flags, rewards and versions stay on the host, where
-    the learner finds resets and valid samples without asking the device. NaN marks what was never written.
+    A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
+    `Learner.collect` makes it LEARNING, `Inference.release` FREE.
     """
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
         # on the device; T + 1: with the observation that the last value is bootstrapped from
-        self.obs = torch.zeros((T + 1, slots, *spaces.image), dtype=torch.uint8, device=device)
-        self.vector = torch.zeros((T + 1, slots, spaces.vector), device=device)
+        self.obs = tensors(spaces, T + 1, slots, device=device)
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
@@ -883,23 +871,38 @@ class Rollouts:
 
 
 def slots_needed(args: Args, rows: int) -> int:
-    """Room for the slots being filled and for those waiting for the learner, and enough to rule out deadlock: if all
-    groups waited for slots and the learner for its batch, none would be FILLING and at most B - 1 FULL, so that of
-    B + n slots at least the n that one group takes would be free. While rows wait for other policies, slots are half
-    filled: the batch ahead makes up for these. With `sync` there is one slot for every row."""
+    """A slot for every row to fill, and `max_batches_ahead` batches FULL. B + n rule out deadlock: when every group
+    waits for its n slots and the learner for its B, none is FILLING and fewer than B are FULL, so at least n are free.
+    While rows wait for other policies, their slots are half filled: the batch ahead makes up for these.
+
+    What `sync` is: as many slots as one batch, one for every row, which `Learner.iterate` gives back only after the
+    update. Everything else that it changes is a default in `resolve`."""
     B, n = args.batch_size // args.rollout, rows // (args.num_workers * args.worker_num_splits)
     if args.sync:
         return B
     return max(rows, B + n) + args.max_batches_ahead * B
 
 
+def fields_of(memory: Mailbox | Rollouts) -> list:
+    """All its tensors and arrays."""
+    return [*memory.obs.values(), *(field for name, field in vars(memory).items() if name != "obs")]
+
+
 def mebibytes(memory: Mailbox | Rollouts) -> float:
-    return sum(field.nbytes for field in vars(memory).values()) / 2**20
+    return sum(field.nbytes for field in fields_of(memory)) / 2**20
 
 
-# ======================================================================================================================
-# Agent
-# ======================================================================================================================
+def check_shared_memory(spaces: Spaces, rows: int) -> None:
+    """Raises UserError when /dev/shm has no room for the mailbox and the engines: later the kernel would kill the
+    run."""
+    needed = rows * (sum(part.nbytes for part in tensors(spaces, 1).values()) + 64 + ENV_SHARED_MEMORY)
+    free = shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
+                        "environments or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
+
+
+# === Agent ============================================================================================================
 
 
 class Normalizer(nn.Module):
@@ -925,16 +928,14 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
-        Raises FloatingPointError, before anything is changed, for an input that is not finite."""
-        x = x[valid].float() / self.unit  # boolean indexing waits for the device; so did the update just before
+        """x [N, *shape], finite, of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque
+        1979)."""
+        x = x[valid].float() / self.unit  # waits for the device, as the check of the loss before it has done
         n = len(x)
         if n == 0:
             return
         mean = x.mean(0)
         var = (x - mean).square_().mean(0)
-        if not (mean + var).isfinite().all():  # infinities are clipped to +-5, so no loss would show them
-            raise FloatingPointError("an observation is not finite")
         total = self.count + n
         delta = mean - self.mean
         self.var.copy_((self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total)
@@ -954,14 +955,29 @@ def init_layer(layer: nn.Module) -> nn.Module:
 
 class Agent(nn.Module):
     """The network of the Sample Factory paper: convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride), a layer
-    of `hidden_size`, joined by two layers of 128 for the vector, then a recurrent core, then value and logits. ELU."""
+    of `hidden_size`, joined by two layers of 128 for the vectors, then a recurrent core, then value and logits. ELU.
+
+    Every vector of the observation is an input already; another image or a text needs a line in `__init__` and in
+    `encode`. A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent
+    state for each row; 0 for none), `forward` and `update_normalizers`; each parameter has a gradient, and nothing
+    depends on `train()`. The flags of this one: normalize_input, rnn_type, hidden_size, precision.
+    """
 
     def __init__(self, spaces: Spaces, args: Args):
+        """Raises UserError for observations that it cannot see."""
         super().__init__()
         self.heads, self.rnn_type, self.normalize = spaces.heads, args.rnn_type, args.normalize_input
         self.bfloat16 = args.precision == "bfloat16"
-        height, width, channels = spaces.image
-        self.image_norm = Normalizer(spaces.image, unit=255.0)
+        self.normalizers = nn.ModuleDict({
+            name: Normalizer(space.shape, unit=255.0 if space.dtype == np.uint8 else 1.0)
+            for name, space in spaces.obs.items()
+            if space.dtype == np.uint8 or space.dtype.kind == "f" and args.normalize_input
+        })  # fmt: skip
+        image, self.vectors = spaces.obs.get("obs"), [name for name in spaces.obs if name != "obs"]
+        seen = image is not None and image.dtype == np.uint8 and len(image.shape) == 3
+        if not seen or any(len(spaces.obs[name].shape) != 1 for name in self.vectors):
+            raise UserError(f"this network sees a uint8 image `obs` and vectors, not {spaces.obs}")
+        height, width, channels = image.shape
         self.conv = nn.Sequential(
             init_layer(nn.Conv2d(channels, 32, 8, 4)), nn.ELU(inplace=True),
             init_layer(nn.Conv2d(32, 64, 4, 2)), nn.ELU(inplace=True),
@@ -971,11 +987,10 @@ class Agent(nn.Module):
             conv_size = self.conv(torch.zeros(1, channels, height, width)).numel()
         self.fc = init_layer(nn.Linear(conv_size, args.hidden_size))
         core_input = args.hidden_size
-        if spaces.vector:
-            self.vector_norm = Normalizer((spaces.vector,), unit=1.0)
+        if self.vectors:
             self.vector_fc = nn.Sequential(
-                init_layer(nn.Linear(spaces.vector, 128)), nn.ELU(inplace=True),
-                init_layer(nn.Linear(128, 128)), nn.ELU(inplace=True),
+                init_layer(nn.Linear(sum(spaces.obs[name].shape[0] for name in self.vectors), 128)),
+                nn.ELU(inplace=True), init_layer(nn.Linear(128, 128)), nn.ELU(inplace=True),
             )  # fmt: skip
             core_input += 128
         self.state_size = {"gru": 1, "lstm": 2, "none": 0}[args.rnn_type] * args.hidden_size
@@ -986,24 +1001,28 @@ class Agent(nn.Module):
         self.actor = init_layer(nn.Linear(head_input, sum(spaces.heads)))
         self.to(memory_format=torch.channels_last)  # as images come: height, width, channel
 
-    def encode(self, obs: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """obs uint8 [N, H, W, C], vector float32 [N, V] -> float32 [N, features]"""
-        x = self.image_norm(obs).permute(0, 3, 1, 2)
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
+    def encode(self, obs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """obs by name [N, ...], as in the space -> float32 [N, features]"""
+        obs = {name: self.normalizers[name](x) if name in self.normalizers else x for name, x in obs.items()}
+        x = obs["obs"].permute(0, 3, 1, 2)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
             # flatten in the order of memory (height, width, channel): a view instead of a copy
             x = F.elu(self.fc(self.conv(x).permute(0, 2, 3, 1).flatten(1)), inplace=True)
         x = x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
-        if vector.shape[-1]:
-            x = torch.cat([x, self.vector_fc(self.vector_norm(vector) if self.normalize else vector)], dim=-1)
+        if self.vectors:
+            vector = torch.cat([obs[name].float() for name in self.vectors], dim=-1)
+            x = torch.cat([x, self.vector_fc(vector)], dim=-1)
         return x
 
-    def forward(self, obs, vector, first, state, restarts=(0,)):
-        """obs uint8 [T, B, H, W, C], vector float32 [T, B, V], first bool [T, B], state float32 [B, state_size] before
-        obs[0]; restarts: the times at which `first` is set in any row, in order, with 0. The recurrent core runs once
-        for each stretch between them; where one begins, the state of the rows with `first` is zeroed.
+    def forward(self, obs, first, state, restarts=None):
+        """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; restarts: 0 and the
+        times at which `first` is set in any row, in order (None: they are looked for). The recurrent core runs once for
+        each stretch between them; where one begins, the state of the rows with `first` is zeroed.
         Returns logits [T, B, sum(heads)], values [T, B], state."""
         T, B = first.shape
-        x = self.encode(obs.flatten(0, 1), vector.flatten(0, 1)).unflatten(0, (T, B))
+        x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
+        if restarts is None:
+            restarts = [0] + [t for t in range(1, T) if first[t].any()]
         if self.rnn_type != "none":
             outputs = []
             lengths = [end - start for start, end in zip(restarts, [*restarts[1:], T])]
@@ -1020,13 +1039,11 @@ class Agent(nn.Module):
             x = torch.cat(outputs)
         return self.actor(x), self.critic(x).squeeze(-1), state
 
-    @torch.no_grad()
-    def update_normalizers(self, obs: torch.Tensor, vector: torch.Tensor, valid: torch.Tensor) -> None:
-        """obs [T, B, ...], vector [T, B, V], valid [T, B]"""
+    def update_normalizers(self, obs: dict[str, torch.Tensor], valid: torch.Tensor) -> None:
+        """obs by name [T, B, ...], valid bool [T, B]"""
         if self.normalize:
-            self.image_norm.update(obs[::4].flatten(0, 1), valid[::4].flatten())  # neighbours in time hardly differ
-            if vector.shape[-1]:
-                self.vector_norm.update(vector.flatten(0, 1), valid.flatten())
+            for name, normalizer in self.normalizers.items():  # of every fourth step: neighbours in time hardly differ
+                normalizer.update(obs[name][::4].flatten(0, 1), valid[::4].flatten())
 
 
 def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
@@ -1044,21 +1061,21 @@ def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: 
 
 def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[int, ...]):
     """logits [..., sum(heads)], actions [..., heads] -> joint log-probability, entropy and symmetric KL to the uniform
-    policy, [...] each, summed over the independent heads."""
+    policy, [...] each, summed over the independent heads. An action whose logit is -inf is none."""
     logprob = entropy = symmetric_kl = 0.0
     for h, head in enumerate(logits.split(heads, dim=-1)):
         logp = head.log_softmax(-1)
-        head_entropy = -(logp.exp() * logp).sum(-1)
         logprob = logprob + logp.gather(-1, actions[..., h : h + 1]).squeeze(-1)
+        possible = head > -torch.inf
+        probability, logp = logp.exp(), torch.where(possible, logp, 0.0)
+        head_entropy = -(probability * logp).sum(-1)
         entropy = entropy + head_entropy
         # (KL(p|u) + KL(u|p)) / 2 with KL(p|u) = log n - H(p) and KL(u|p) = -log n - mean log p
-        symmetric_kl = symmetric_kl + 0.5 * (-head_entropy - logp.mean(-1))
+        symmetric_kl = symmetric_kl + 0.5 * (-head_entropy - logp.sum(-1) / possible.sum(-1))
     return logprob, entropy, symmetric_kl
 
 
-# ======================================================================================================================
-# V-trace and the loss
-# ======================================================================================================================
+# === V-trace and the loss =============================================================================================
 
 
 @torch.no_grad()
@@ -1089,10 +1106,9 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
 
 
 class Batch(NamedTuple):
-    """B rollouts on the learner's device, [time, rollout, ...]; the last two fields are on the host."""
+    """B rollouts on the learner's device, [time, rollout, ...]."""
 
-    obs: torch.Tensor  # uint8 [T+1, B, H, W, C]
-    vector: torch.Tensor  # float32 [T+1, B, V]
+    obs: dict[str, torch.Tensor]  # by name [T+1, B, ...]
     first: torch.Tensor  # bool [T+1, B]
     rnn_state: torch.Tensor  # float32 [B, state_size]
     actions: torch.Tensor  # int64 [T, B, heads]
@@ -1102,13 +1118,12 @@ class Batch(NamedTuple):
     terminated: torch.Tensor  # bool [T, B]
     inactive: torch.Tensor  # bool [T, B]
     mask: torch.Tensor  # bool [T, B]: valid, active, younger than max_policy_lag: what the losses average over
-    restarts: list[int]  # see Agent.forward
-    size: int  # samples in mask, on the host
+    restarts: list[int]  # see Agent.forward; on the host
 
 
 def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device."""
-    logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
+    logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
     log_ratio = torch.where(batch.inactive, 0.0, log_ratio)  # an action that does nothing is as good as on-policy
@@ -1152,17 +1167,11 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     return loss, metrics
 
 
-# ======================================================================================================================
-# Actor
-# ======================================================================================================================
-
-REQUEST = struct.Struct("=ii")  # group, incarnation of its actor; writes this small are atomic
-REPLY = struct.Struct("=ii")  # split, incarnation
-WAKE = -1  # "group" of a message that only wakes the inference thread: slots were freed, or the run ends
+# === Actor ============================================================================================================
 
 
 class Seat:
-    """The row of one agent of a game, and the totals of its episode so far."""
+    """The row of one agent of an environment, and the totals of its episode so far."""
 
     def __init__(self, mailbox: SimpleNamespace, row: int, action_space: gym.Space):
         self.mailbox, self.row, self.shape, self.totals = mailbox, row, action_space.shape, np.zeros(3)
@@ -1170,26 +1179,24 @@ class Seat:
     def write(self, observation, reward=0.0, terminated=False, first=False, inactive=False, episode=0.0) -> None:
         mailbox, r = self.mailbox, self.row
         if observation is not None:
-            image, vector = split_observation(observation)
-            mailbox.obs[r] = image
-            if vector is not None:
-                mailbox.vector[r] = vector
+            for name, part in by_name(observation).items():
+                mailbox.obs[name][r] = part
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
         mailbox.inactive[r], mailbox.episode[r] = inactive, episode
 
     def action(self):
-        return self.mailbox.action[self.row].reshape(self.shape).copy()  # the game may keep it
+        return self.mailbox.action[self.row].reshape(self.shape).copy()  # the environment may keep it
 
 
-class Games:
+class WorkerEnvs:
     """The environments of one worker. `reset` and `step` write a split's rows of the mailboxes; from then on the rows
     belong to the policies, until all of them have filled in the actions."""
 
-    def __init__(self, args: Args, worker: int, table: np.ndarray, mailboxes: list[SimpleNamespace], seed: int, log):
-        """table [split, game, agent]: the policy that plays there; log: a function that a line can be given to."""
-        self.args, self.worker, self.mailboxes, self.seed, self.log = args, worker, mailboxes, seed, log
-        random.seed(seed)  # for games that use these: forked actors would all have the same numbers
-        np.random.seed(seed)
+    def __init__(self, args: Args, worker: int, table: np.ndarray, mailboxes: list[SimpleNamespace], seed: int,
+                 before_start=lambda: None):  # fmt: skip
+        """table [split, environment, agent]: the policy that plays there; mailboxes: their arrays; before_start: called
+        before each start of an environment or an episode, which may take seconds."""
+        self.args, self.worker, self.seed, self.before_start = args, worker, seed, before_start
         self.names = list(shaping_of(args))
         free = [iter(range(worker * rows // args.num_workers, rows)) for rows in (len(m.first) for m in mailboxes)]
         self.splits = [[(make_env(args), {}) for _ in split] for split in table]
@@ -1198,44 +1205,47 @@ class Games:
                 seats[agent] = Seat(mailboxes[policy], next(free[policy]), env.action_space(agent))
 
     def reset(self, split: int) -> None:
-        """Starts the split's games."""
+        """Starts the split's environments."""
         for i, (env, seats) in enumerate(self.splits[split]):
             self.begin(env, seats, self.seed + split * len(self.splits[split]) + i)
-            self.mailboxes[0].started[self.worker] += 1
 
     def begin(self, env, seats: dict, seed: int | None = None) -> None:
-        """The next episode of a game; a lost match is started anew."""
+        """The next episode of an environment; a lost match is started anew."""
         for attempt in range(3):
             for agent, seat in seats.items():
                 if self.names:
                     env.set_shaping(agent, dict(zip(self.names, seat.mailbox.shaping.tolist())))
+            self.before_start()
             try:
                 observations, infos = env.reset(seed=seed)
                 break
-            except GameLost as error:
-                self.log(f"a match of actor {self.worker} is started again: {error}")
-                env.kill()
+            except MatchLost as error:
+                self.lost(env, error)
                 if attempt == 2:
                     raise
         for agent, seat in seats.items():
             seat.totals[:] = 0
             seat.write(observations[agent], first=True, inactive=infos.get(agent, {}).get("inactive", False))
 
+    def lost(self, env, error: MatchLost) -> None:
+        # On stderr, as all that an actor has to say. Only the main process writes log.txt.
+        print(f"a match of actor {self.worker} is started again: {error}", file=sys.stderr, flush=True)
+        env.kill()
+
     def step(self, split: int) -> None:
         for env, seats in self.splits[split]:
-            if not env.agents:  # the step before ended the game: these actions are ignored
+            if not env.agents:  # the step before ended the episode: these actions are ignored
                 self.begin(env, seats)
                 continue
             try:
                 results = env.step({agent: seats[agent].action() for agent in env.agents})
-            except GameLost as error:
-                self.log(f"a match of actor {self.worker} is started again: {error}")
-                env.kill()
+            except MatchLost as error:
+                self.lost(env, error)
                 self.begin(env, seats)
                 continue
             observations, rewards, terminated, truncated, infos = results
             for agent, seat in seats.items():
-                if agent not in observations:  # it left before the game's end; `first` makes these steps invalid
+                if agent not in observations:  # it left before the others' end; `first` makes these steps invalid
                     seat.write(None, first=True)
                     continue
                 info = infos[agent]
@@ -1246,94 +1256,237 @@ class Games:
                 seat.write(observations[agent], reward, terminated[agent], False, info.get("inactive", False), episode)
 
     def close(self) -> None:
-        for games in self.splits:
-            for env, _ in games:
+        for split in self.splits:
+            for env, _ in split:
                 env.close()
 
 
-def game_seed(*entropy: int) -> int:
-    """The seed of a worker's first game; game i has seed + i. Below 2**30, so that all of them fit 31 bits."""
+def env_seed(*entropy: int) -> int:
+    """The seed of a worker's first environment; environment i has seed + i. Below 2**30, so that all fit 31 bits."""
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
 
 
-def actor(args: Args, worker: int, incarnation: int, core: int | None, seed: int, table: np.ndarray,
-          mailboxes: list[Mailbox], request_pipes: list, reply_pipe, error_pipe) -> None:  # fmt: skip
-    """Body of an actor process. All actors write to a policy's request pipe. What comes from this actor's reply pipe is
-    the number of a split for which one policy's actions are in its mailbox. The error pipe receives lines for the
-    log, as raw text."""
-    faulthandler.enable(file=error_pipe.fileno())  # the stack when a library crashes
-    faulthandler.register(signal.SIGUSR1, file=error_pipe.fileno())  # the main process asks a hung actor where it hangs
-    if core is not None:
-        os.sched_setaffinity(0, {core})  # the games inherit it: engine and actor talk twice a tic, cheapest on one core
-    os.nice(10)  # where cores are short, inference and learning come first: games without actions can only wait
-    torch.set_num_threads(1)
+def seed_everything(seed: int) -> None:
+    """For environments that draw from these: forked actors would all have the same numbers."""
+    random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
-    numpys, S, P = [mailbox.numpy() for mailbox in mailboxes], args.worker_num_splits, args.num_policies
-    missing = [P] * S  # policies whose actions a split still waits for
-
-    def log(text: str) -> None:
-        os.write(error_pipe.fileno(), f"{text}\n".encode())
-
-    def request(split: int) -> None:
-        missing[split] = P
-        for numpy, pipe in zip(numpys, request_pipes):
-            numpy.requests[worker * S + split] += 1
-            os.write(pipe.fileno(), REQUEST.pack(worker * S + split, incarnation))
-        # From here on the split's rows belong to inference, until every policy's reply names it.
-
-    games = Games(args, worker, table, numpys, seed, log)
-    for split in range(S):
-        games.reset(split)
-        request(split)
-    while reply := os.read(reply_pipe.fileno(), REPLY.size):  # empty when the pipe is closed: the run is over
-        split, to = REPLY.unpack(reply)
-        missing[split] -= to == incarnation  # else it is for the actor before this one
-        if not missing[split]:
-            games.step(split)
-            request(split)
-    games.close()
 
 
-def process_body(error_pipe, niced: bool, body, *arguments) -> None:
-    """What every process but the main one runs: `body`, in a process group that can be ended even after the process is
-    dead. The error pipe receives the traceback, as raw text."""
-    os.setsid()
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2:  # else the games would inherit our ends of pipes, and nobody would see them close
-            with contextlib.suppress(OSError):
-                os.set_inheritable(fd, False)
-    watcher = threading.Thread(target=watch_parent, args=(niced,), daemon=True)
-    watcher.start()
+def read_splits(pipe) -> bytes:
+    """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
     try:
-        body(*arguments)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.write(error_pipe.fileno(), traceback.format_exc().encode()[-60_000:])
-        watcher.join(1)  # if the main process is dead, which may be why we are here, this thread ends our games and us
-        os._exit(1)  # without closing the games, which may hang: the main process ends our process group
+        return os.read(pipe.fileno(), 256)
+    except ConnectionResetError:  # closed with a byte of ours unread
+        return b""
 
 
-class Replies:
-    """A policy's way back to the actors."""
-
-    def __init__(self, args: Args, mailbox: Mailbox, pipes: list):
-        self.S, self.numpy, self.pipes = args.worker_num_splits, mailbox.numpy(), pipes
-
-    def is_current(self, group: int, incarnation: int) -> bool:
-        """False for the requests of an actor that has been replaced."""
-        return self.numpy.incarnation[group // self.S] == incarnation
-
-    def reply(self, requests: list[tuple[int, int]]) -> None:
-        """Gives the rows of the requests' groups back to their actors."""
-        for group, incarnation in requests:
-            worker, split = divmod(group, self.S)
-            self.numpy.replies[group] = self.numpy.requests[group]
-            os.write(self.pipes[worker].fileno(), REPLY.pack(split, incarnation))
+def write_split(pipe, split: int) -> None:
+    with contextlib.suppress(OSError):  # the other end is closed, as the next read will say
+        os.write(pipe.fileno(), bytes([split]))
 
 
-# ======================================================================================================================
-# Inference
-# ======================================================================================================================
+def actor(args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list[Mailbox], served: torch.Tensor,
+          pipes: list) -> None:  # fmt: skip
+    """What an actor does. It has a pipe to each policy. A byte that it writes there says that the policy's rows of that
+    split are written, one that it reads that their actions are. The end of any pipe is the end of the run, of the main
+    process or of that policy."""
+    seed_everything(seed)
+    # The kernel ends a process whose timer runs out.
+    seconds, hangup, replies = args.actor_timeout, select.poll(), selectors.DefaultSelector()
+    for pipe in pipes:
+        hangup.register(pipe, 0)  # of no other event than that the other end is closed
+        replies.register(pipe, selectors.EVENT_READ)
+    missing = [0] * args.worker_num_splits  # policies whose actions a split still waits for
+    served = served.numpy()  # how many requests it has made; read by the main process
+
+    def before_start() -> None:
+        if hangup.poll(0):
+            sys.exit()
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def request(split: int) -> None:  # from here on the split's rows belong to inference, until every reply names it
+        missing[split] = len(pipes)
+        served[worker] += 1
+        for pipe in pipes:
+            write_split(pipe, split)
+
+    envs = WorkerEnvs(args, worker, table, [mailbox.numpy() for mailbox in mailboxes], seed, before_start)
+    for split in range(args.worker_num_splits):
+        envs.reset(split)
+        request(split)
+    while True:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # waiting for actions is no hang
+        events = replies.select()
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        replied = [read_splits(key.fileobj) for key, _ in events]
+        if not all(replied):
+            break
+        for split in b"".join(replied):
+            missing[split] -= 1
+            if missing[split] == 0:
+                envs.step(split)
+                request(split)
+    envs.close()
+
+
+def actor_process(core: int | None, args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list[Mailbox],
+                  served: torch.Tensor, pipes: list) -> None:  # fmt: skip
+    """Body of an actor process. What it dies of is on stderr: an exception, a crash in a library, or, if the timer runs
+    out, where it was, even if a library holds the interpreter's lock."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
+    for pipe in pipes:
+        os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
+    if core is not None:
+        os.sched_setaffinity(0, {core})  # engines inherit it: engine and actor talk twice a tic, cheapest on one core
+    os.nice(10)  # where cores are short, inference and learning come first: actors without actions can only wait
+    torch.set_num_threads(1)
+    actor(args, worker, seed, table, mailboxes, served, pipes)
+
+
+class Workers:
+    """The actor processes: started by the main process, and replaced when they die.
+
+    When an actor dies, its environments and the last transition of each of its rows are lost, for all policies: the
+    row's next observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are
+    kept."""
+
+    SHORT_LIFE = 1000  # requests. A worker whose actors die sooner three times in a row ends the run
+
+    def __init__(self, args: Args, table: np.ndarray, population: "Population", log):
+        """Another session of the population gives the environments other seeds."""
+        self.args, self.table, self.population, self.log = args, table, population, log
+        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
+        # of each worker: its actor, requests of this one, actors so far, short lives in a row
+        self.actors = [None] * args.num_workers
+        self.served = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
+        self.starts, self.short_lives = ([0] * args.num_workers for _ in range(2))
+        self.deaths = 0
+
+    def start_all(self) -> None:
+        """Starts policies and actors. Returns when every environment has been started, or the user stops the run.
+        Raises UserError."""
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
+        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
+        multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        multiprocessing.forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        self.population.start()
+        for worker in range(self.args.num_workers):
+            self.start(worker)
+        groups, n, _ = self.table.shape
+        with tqdm(total=groups * n, desc="starting environments", disable=None) as bar:
+            while (started := int(self.served.clamp(max=self.args.worker_num_splits).sum())) < groups and not STOP:
+                self.check()
+                time.sleep(0.1)
+                bar.update(started * n - bar.n)
+
+    def start(self, worker: int) -> None:
+        args, S, allowed = self.args, self.args.worker_num_splits, sorted(os.sched_getaffinity(0))
+        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
+        seed = env_seed(args.seed, self.population.session, worker, self.starts[worker])
+        self.starts[worker], self.served[worker] = self.starts[worker] + 1, 0
+        pairs = [self.context.Pipe() for _ in self.population.doors]
+        arguments = (core, args, worker, seed, self.table[worker * S : worker * S + S], self.population.mailboxes,
+                     self.served, [pipe for _, pipe in pairs])  # fmt: skip
+        self.actors[worker] = self.context.Process(target=actor_process, name=f"actor {worker}", args=arguments,
+                                                   daemon=True)  # fmt: skip
+        self.actors[worker].start()
+        for door, (pipe, _) in zip(self.population.doors, pairs):
+            with contextlib.suppress(OSError):  # this policy is dead, as `check` will say
+                socket.send_fds(door, [worker.to_bytes(4)], [pipe.fileno()])
+        # As soon as we return, either end of a pipe is open in one process alone: its end is that process's.
+
+    def check(self) -> None:
+        """The main process calls this often. It looks at the policies first: with one of them all actors end. Raises
+        UserError."""
+        self.population.check()
+        for worker, process in enumerate(self.actors):
+            if not process.is_alive():
+                self.replace(worker)
+
+    def replace(self, worker: int) -> None:
+        code = self.actors[worker].exitcode
+        if code == -signal.SIGALRM:
+            how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
+        else:
+            how = f"died (exit code {code})"
+        if self.args.sync and self.args.num_policies > 1:  # some may have served its last request, and some not
+            raise UserError(f"actor {worker} {how}; with --sync several policies end with it")
+        self.deaths += 1
+        self.short_lives[worker] = self.short_lives[worker] + 1 if self.served[worker] < self.SHORT_LIFE else 0
+        if self.short_lives[worker] == 3:
+            raise UserError(f"actor {worker} {how}, for the third time in a row")
+        self.log(f"actor {worker} {how}; starting another")
+        self.start(worker)
+
+    def stop(self) -> None:
+        """Ends all actors. With the policies, which have ended, their pipes have; after five seconds by force."""
+        deadline = time.monotonic() + 5
+        for process in filter(None, self.actors):
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+
+
+class Actors:
+    """The actors as a policy's inference thread knows them, which owns all of this: a pipe to each, of which the main
+    process sends our end through `door`."""
+
+    def __init__(self, args: Args, inference: "Inference", door: socket.socket):
+        self.args, self.inference, self.door, self.selector = args, inference, door, selectors.DefaultSelector()
+        self.selector.register(inference.bell, selectors.EVENT_READ)
+        self.selector.register(door, selectors.EVENT_READ)
+        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
+        self.pipes: list[socket.socket | None] = [None] * args.num_workers  # None: its actor is dead, the next not here
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for requests, for a new actor, for slots that become free (the bell), or for the end."""
+        S, arrived = self.args.worker_num_splits, False
+        for key, _ in self.selector.select(timeout):
+            worker = key.data
+            if key.fileobj is self.door:
+                arrived = True
+            elif worker is None:
+                os.eventfd_read(self.inference.bell)
+            elif splits := read_splits(key.fileobj):
+                self.requests += [worker * S + split for split in splits]
+            else:
+                self.drop(worker)
+        if arrived:  # only now: it may take the place of one that was among the others
+            self.connect()
+
+    def reply(self, groups: list[int]) -> None:
+        """Gives the groups' rows back to their actors."""
+        served = set(groups)
+        self.requests = [group for group in self.requests if group not in served]
+        for group in groups:
+            worker, split = divmod(group, self.args.worker_num_splits)
+            write_split(self.pipes[worker], split)
+
+    def drop(self, worker: int) -> None:
+        """The actor has ended, and with its pipe all that it had asked for."""
+        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
+        if self.pipes[worker]:
+            self.selector.unregister(self.pipes[worker])
+            self.pipes[worker].close()
+            self.pipes[worker] = None
+
+    def connect(self) -> None:
+        """A new actor's pipe. The end of the one before it may not have been seen yet."""
+        message, files, *_ = socket.recv_fds(self.door, 4, 1)
+        if not message:  # the main process is dead, as the learner sees too
+            self.selector.unregister(self.door)
+            return
+        worker = int.from_bytes(message)
+        self.drop(worker)
+        self.pipes[worker] = socket.socket(fileno=files[0])
+        self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
+
+
+# === Inference ========================================================================================================
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
@@ -1371,7 +1524,7 @@ class ActingPolicy:
         return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
 
     @contextlib.contextmanager
-    def hold(self, policy: SimpleNamespace):
+    def use(self, policy: SimpleNamespace):
         with policy.lock:
             wait_event(policy.event)
             yield policy
@@ -1380,7 +1533,7 @@ class ActingPolicy:
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """The learner's weights and statistics, as they are now, act from the next inference on."""
-        with self.hold(self.spare) as spare:  # waits for the last inference that still used it
+        with self.use(self.spare) as spare:  # waits for the last inference that still used it
             torch._foreach_copy_(spare.tensors, self.learned)
             spare.version = version
         self.current, self.spare = spare, self.current
@@ -1390,92 +1543,81 @@ class Inference:
     """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
     the memory and the queues between itself, the actors and the learner."""
 
-    def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device, mailbox: Mailbox, request_pipe):
+    def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device, mailbox: Mailbox):
         self.args, self.device = args, device
-        self.mailbox, self.numpy, rows = mailbox, mailbox.numpy(), len(mailbox.obs)
-        slots, self.size = slots_needed(args, rows), rows // len(mailbox.requests)
+        self.mailbox, self.numpy, rows = mailbox, mailbox.numpy(), len(mailbox.first)
+        slots = slots_needed(args, rows)
+        self.size = rows // (args.num_workers * args.worker_num_splits)  # rows in a group
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
         self.acting = ActingPolicy(agent, device)
-        self.request_reader, self.request_writer = request_pipe  # all actors write to it
         self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
+        self.bell = os.eventfd(0)  # wakes this thread when slots are free, or the run ends
         self.free_slots = deque(range(slots))
         groups = rows // self.size
         self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
         self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
         self.state = torch.zeros(rows, agent.state_size, device=device)
-        self.obs = torch.zeros_like(self.mailbox.obs, device=device)  # the mailbox rows being served, on the device
-        self.vector = torch.zeros_like(self.mailbox.vector, device=device)
-        copied = [(self.mailbox.obs, self.obs, self.rollouts.obs),
-                  (self.mailbox.vector, self.vector, self.rollouts.vector)]  # fmt: skip
-        self.copied = [tensors for tensors in copied if tensors[0].numel()]
+        self.obs = tensors(spaces, rows, device=device)  # the mailbox rows being served, on the device
         if device.type == "cuda":  # pinned, so that copies to the device run beside the host
-            for source, _, _ in self.copied:
+            for source in self.mailbox.obs.values():
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        # The last finished ones, as in Mailbox.episode. Checkpoints keep them: the games that end first after a resume
-        # are short ones, whose mean could pass for a best return.
+        # The last finished ones, as in Mailbox.episode. Checkpoints keep them: the episodes that end first after a
+        # resume are short ones, whose mean could pass for a best return.
         self.episodes: deque[list[float]] = deque(maxlen=100)
         self.served = self.batches = 0  # statistics: rows and batches served
-        self.idle = self.held = 0.0  # seconds without requests, and with requests but without free slots
+        self.idle = self.blocked = 0.0  # seconds without requests, and with requests but without free slots
         self.stopping = False
 
     def release(self, slots: np.ndarray) -> None:
-        """The learner gives slots back. They are FREE once the event, recorded after its last copy, has passed."""
+        """The learner gives slots back: LEARNING -> FREE, once the event, recorded after its last copy, has passed."""
         self.free.put((slots, record_event(self.device)))
-        self.wake()
-
-    def wake(self) -> None:
-        os.write(self.request_writer.fileno(), REQUEST.pack(WAKE, 0))
+        os.eventfd_write(self.bell, 1)
 
     def stop(self) -> None:
         self.stopping = True
-        self.wake()
+        os.eventfd_write(self.bell, 1)
 
     def unpin(self) -> None:
         """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
         if self.device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
                 torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
-            for source, _, _ in self.copied:
+            for source in self.mailbox.obs.values():
                 torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
 
-    def run(self, actors: Replies) -> None:
-        """Body of the inference thread. One read takes all waiting requests: the busier, the larger its batches."""
+    def run(self, actors: Actors) -> None:
+        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches."""
         try:
             with own_stream(self.device, self.args.inference_threads, priority=-1):
-                waiting: list[tuple[int, int]] = []  # requests. Their groups' rows belong to this thread
                 while not self.stopping:
-                    start = time.perf_counter()
-                    data = os.read(self.request_reader.fileno(), 1 << 16)
-                    if waiting:
-                        self.held += time.perf_counter() - start
+                    actors.reply(self.serve(actors.requests))
+                    start, blocked = time.perf_counter(), bool(actors.requests)
+                    actors.wait()
+                    if blocked:
+                        self.blocked += time.perf_counter() - start
                     else:
                         self.idle += time.perf_counter() - start
-                    waiting += [request for request in REQUEST.iter_unpack(data) if request[0] != WAKE]
-                    waiting = [request for request in waiting if actors.is_current(*request)]
-                    served = set(self.serve([group for group, _ in waiting]))
-                    actors.reply([request for request in waiting if request[0] in served])
-                    waiting = [request for request in waiting if request[0] not in served]
         except BaseException as error:
             self.full.put(error)  # the learner raises it
 
     @torch.inference_mode()
     def serve(self, groups: list[int]) -> list[int]:
         """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
-        returns those. The others are held: the caller tries them again when slots are free."""
+        returns those. The others wait: the caller tries them again when slots are free."""
         filled = [group for group in groups if self.t[group] == self.args.rollout]
         if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
             self.store(filled)
             event = record_event(self.device)
             for group in filled:
-                self.full.put((self.slots[group], event))
+                self.full.put((self.slots[group], event))  # FILLING -> FULL
                 self.t[group], self.slots[group] = 0, None
         while not self.free.empty():
             slots, event = self.free.get()
             wait_event(event)  # the learner's copy out of these slots
             self.free_slots.extend(slots)
         for group in groups:
-            if self.slots[group] is None and len(self.free_slots) >= self.size:
+            if self.slots[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
                 self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
         ready = [group for group in groups if self.slots[group] is not None]
         if ready:
@@ -1483,8 +1625,8 @@ class Inference:
         return ready
 
     def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and
-        slots on the host, and on the device, there with `first`."""
+        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and slots on the
+        host, and on the device, there with `first`."""
         n, numpy, rollouts = self.size, self.numpy, self.rollouts
         rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
         t = np.repeat([self.t[group] for group in groups], n)
@@ -1495,7 +1637,8 @@ class Inference:
         t1, s1, r1 = t[later] - 1, slots[later], rows[later]
         rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
         index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
-        for source, staged, field in self.copied:
+        for name, source in self.mailbox.obs.items():
+            staged, field = self.obs[name], rollouts.obs[name]
             for i, group in enumerate(groups):
                 staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
             if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
@@ -1507,10 +1650,9 @@ class Inference:
     def act(self, groups: list[int]) -> None:
         (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
         n, rollouts = len(rows), self.rollouts
-        with self.acting.hold(self.acting.current) as policy:
-            state = self.state[d_rows]
-            obs, vector = self.obs[None, :n], self.vector[None, :n]
-            logits, values, self.state[d_rows] = policy.agent(obs, vector, d_first[None].bool(), state)
+        with self.acting.use(self.acting.current) as policy:
+            state, obs = self.state[d_rows], {name: staged[None, :n] for name, staged in self.obs.items()}
+            logits, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), state)
             actions, logprobs = sample_actions(logits[0], policy.agent.heads)
             rollouts.actions[d_t, d_slots] = actions
             rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
@@ -1526,9 +1668,20 @@ class Inference:
         self.batches += 1
 
 
-# ======================================================================================================================
-# Learner
-# ======================================================================================================================
+@contextlib.contextmanager
+def sampling(inference: Inference, actors: Actors):
+    """Context with the inference thread, which ends with it."""
+    thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
+    try:
+        thread.start()
+        yield
+    finally:
+        inference.stop()
+        thread.join(10)
+        inference.unpin()
+
+
+# === Learner ==========================================================================================================
 
 
 class Learner:
@@ -1537,14 +1690,15 @@ class Learner:
     def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
         self.args, self.agent, self.inference, self.device = args, agent, inference, device
         self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.slots: list[int] = []  # FULL ones, the oldest first
         self.version = 0  # of the policy published last
         self.global_step = 0  # valid transitions received
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
-        self.waited = 0.0  # seconds without full slots
+        self.waited = 0.0  # seconds without enough full slots
 
     def load(self, checkpoint: dict) -> None:
-        self.agent.load_state_dict(checkpoint["agent"])
+        """All but the weights, which the agent has already."""
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
@@ -1562,11 +1716,29 @@ class Learner:
         self.inference.episodes.extend(donor["episodes"])  # they are what these weights have reached
         self.publish()
 
+    def collect(self, control: "Control") -> np.ndarray | None:
+        """Waits for the slots of a batch: FULL -> LEARNING. None when the main process says stop. Raises what has ended
+        the inference thread."""
+        start, count = time.perf_counter(), self.args.batch_size // self.args.rollout
+        while control.obey():
+            if len(self.slots) >= count:
+                self.waited += time.perf_counter() - start
+                slots, self.slots = self.slots[:count], self.slots[count:]
+                return np.array(slots)
+            with contextlib.suppress(queue.Empty):
+                item = self.inference.full.get(timeout=0.5)
+                if isinstance(item, BaseException):
+                    raise item
+                slots, event = item
+                wait_event(event)  # inference's writes to these slots
+                self.slots.extend(slots)
+        return None
+
     def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copies B slots out of the rollouts. Returns them, and the lags of the valid, active samples, on the host."""
+        """Copies slots out of the rollouts. Returns them, and the lags of the valid, active samples, on the host."""
         r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
-        names = ("obs", "vector", "actions", "logprobs", "values")
-        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in names}
+        obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
+        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
         first, lag = r.first[:, slots], self.version - r.versions[:, slots]
         valid = ~first[1:]
         restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
@@ -1576,33 +1748,36 @@ class Learner:
                     mask=mask)  # fmt: skip
         moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
         rnn_state = r.rnn_state.index_select(0, d_slots)
-        batch = Batch(**on_device, **moved, rnn_state=rnn_state, restarts=restarts, size=int(mask.sum()))
-        return batch, lag[valid & ~inactive]
+        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts), lag[valid & ~inactive]
 
     def iterate(self, slots: np.ndarray) -> dict[str, float]:
-        """Learns from B FULL slots, which are LEARNING until they are given back: as soon as they are copied, but with
-        `sync` only after the new policy has been published. Returns metrics.
+        """Learns from slots, which are LEARNING until they are given back: as soon as they are copied, but with `sync`
+        only after the new policy has been published. Returns metrics.
 
-        Raises FloatingPointError before a non-finite update is made: the weights are still good.
+        Raises FloatingPointError before a non-finite update is made: weights and statistics are still good.
         """
         args, metrics = self.args, {}
         batch, lags = self.gather(slots)
         if not args.sync:
             self.inference.release(slots)
+        # Infinities are clipped to +-5, so no loss would show them. Squares: the statistics need them.
+        if not all(bool(x.square().isfinite().all()) for x in batch.obs.values() if x.is_floating_point()):
+            raise FloatingPointError("an observation is not finite")
         self.global_step += len(lags)
-        if batch.size == 0:  # a batch without a usable sample is no update
+        masked = np.count_nonzero(lags >= args.max_policy_lag)
+        if len(lags) == masked:  # a batch without a usable sample is no update
             self.skipped += 1
         else:
             if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
                 metrics = self.update(batch)
             # New statistics change the policy too: they are published together with the last weights.
-            self.agent.update_normalizers(batch.obs[:-1], batch.vector[:-1], ~batch.first[1:] & ~batch.inactive)
+            obs = {name: x[:-1] for name, x in batch.obs.items()}
+            self.agent.update_normalizers(obs, ~batch.first[1:] & ~batch.inactive)
             self.publish()
         if args.sync:  # only now: the next samples are all of the newest version
             self.inference.release(slots)
         if len(lags):
-            masked = (lags >= args.max_policy_lag).mean()
-            metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": masked}
+            metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": masked / len(lags)}
         return metrics
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -1626,9 +1801,7 @@ class Learner:
         self.inference.acting.publish(self.version)
 
 
-# ======================================================================================================================
-# Checkpoints
-# ======================================================================================================================
+# === Checkpoints ======================================================================================================
 
 
 def save_checkpoint(path: Path, learner: Learner) -> None:
@@ -1637,12 +1810,15 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
                    episodes=list(learner.inference.episodes), args=asdict(learner.args))  # fmt: skip
-    temporary = path.with_name("saving.tmp")
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary, STOP.writing = path.with_name("saving.tmp"), True
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        STOP.writing = False
 
 
 def save_latest(folder: Path, learner: Learner, keep: int) -> None:
@@ -1666,6 +1842,14 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
     return None
 
 
+def load_weights(agent: Agent, checkpoint: dict, folder: Path, args: Args) -> None:
+    """Raises UserError where they do not fit."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        raise UserError(f"the network in {folder} does not fit {args.env_id}, these flags or this file") from None
+
+
 def policy_folder(folder: Path, policy: int) -> Path:
     return folder / f"policy_{policy:02d}"
 
@@ -1679,37 +1863,64 @@ def saved_args(folder: Path) -> dict:
 
 
 def load_agent(folder: Path | str, policy: int = 0, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
-    """A trained policy in an experiment's folder, its Args (set for games in this process and updated by `changes`,
-    such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
-    folder, here = Path(folder), dict(num_workers=1, num_policies=1, worker_num_splits=1, batch_size=None,
-                                      policy_settings=[], with_pbt=False)  # fmt: skip
-    args = resolve(Args(**saved_args(folder) | changes | here))
+    """A trained policy in an experiment's folder, its Args (set for environments in this process and updated by
+    `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
+    folder, in_process = Path(folder), dict(num_workers=1, num_policies=1, worker_num_splits=1, batch_size=None,
+                                            policy_settings=[], with_pbt=False)  # fmt: skip
+    args = resolve(Args(**saved_args(folder) | changes | in_process))
     folder = policy_folder(folder, policy)
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
     if checkpoint is None:
         raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
     agent = Agent(spaces_of(args)[0], args).to(args.device)
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError:
-        raise UserError(f"the network in {folder} does not fit {args.env_id}, or this version of the file") from None
+    load_weights(agent, checkpoint, folder, args)
     return agent, args, checkpoint["global_step"]
 
 
-# ======================================================================================================================
-# Population
-# ======================================================================================================================
-
+# === Population =======================================================================================================
 
 # of population-based training: name in --pbt-target-objective -> metric
 OBJECTIVES = dict(kills="charts/kills", frags="charts/frags", wins="charts/win") | {"return": "charts/episodic_return"}
 
 
+class Control:
+    """A policy's end of its pipe to the main process: orders come, reports go."""
+
+    def __init__(self, pipe, learner: Learner, checkpoints: Path):
+        self.pipe, self.learner, self.checkpoints = pipe, learner, checkpoints
+
+    def send(self, **report) -> None:
+        with contextlib.suppress(OSError):  # the main process is dead, as `obey` will find
+            self.pipe.send(report)
+
+    def obey(self) -> bool:
+        """The learner calls this often: does what the main process says. False when that is stop, or when it is
+        dead."""
+        learner = self.learner
+        while self.pipe.poll():
+            try:
+                order, content = self.pipe.recv()
+            except (EOFError, OSError):
+                return False
+            if order == "stop":
+                return False
+            if order == "become":  # with the donor's folder or None, and numbers for Args
+                donor, genes = content
+                if donor is not None:
+                    learner.become(load_checkpoint(donor, "latest", lambda text: self.send(log=text)))
+                for name, value in genes.items():
+                    setattr(learner.args, name, value)
+                learner.optimizer.param_groups[0]["lr"] = learner.args.learning_rate
+            save_latest(self.checkpoints, learner, learner.args.keep_checkpoints)  # "save" is only this
+            self.send(answered=True)
+        return True
+
+
 class Reporter:
     """A policy's TensorBoard and its reports to the main process. Every rate is over the window since the last report;
-    `returns` are of the last 100 episodes at that time."""
+    `returns` are of the last 100 episodes then."""
 
-    def __init__(self, args: Args, learner: Learner, writer, control):
+    def __init__(self, args: Args, learner: Learner, writer, control: Control):
         self.args, self.learner, self.inference, self.writer = args, learner, learner.inference, writer
         self.control = control
         self.metrics, self.last, self.returns = {}, self.counters(), []
@@ -1717,7 +1928,7 @@ class Reporter:
     def counters(self) -> dict[str, float]:
         i, learner = self.inference, self.learner
         return dict(time=time.monotonic(), step=learner.global_step, waited=learner.waited, served=i.served,
-                    batches=i.batches, idle=i.idle, held=i.held)  # fmt: skip
+                    batches=i.batches, idle=i.idle, blocked=i.blocked)  # fmt: skip
 
     def update(self, metrics: dict[str, float]) -> bool:
         """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
@@ -1736,7 +1947,7 @@ class Reporter:
             "charts/FPS": fps,
             "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
             "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
-            "stats/inference_held": change["held"] / seconds,  # or has requests and waits for free slots
+            "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
             "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
         }
         episodes = list(self.inference.episodes)
@@ -1746,79 +1957,41 @@ class Reporter:
             scalars |= zip((f"charts/{tag}" for tag in tags), np.mean(episodes, axis=0))
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        if change["held"] >= change["waited"]:
+        if change["blocked"] >= change["waited"]:
             bottleneck = "learner"
         else:
-            bottleneck = "games" if change["idle"] > 0.5 * (seconds - change["held"]) else "inference"
+            bottleneck = "environments" if change["idle"] > 0.5 * (seconds - change["blocked"]) else "inference"
         objective = scalars.get(OBJECTIVES[self.args.pbt_target_objective])
         lag = self.metrics.get("lag/mean", 0)
-        self.control.send(dict(step=step, fps=fps, lag=lag, bottleneck=bottleneck, objective=objective))
+        self.control.send(step=step, fps=fps, lag=lag, bottleneck=bottleneck, objective=objective)
 
 
-class Control:
-    """Takes the main process's orders to a policy."""
-
-    def __init__(self, pipe, learner: Learner, checkpoints: Path, stop_signals: list):
-        self.pipe, self.learner, self.checkpoints, self.stop_signals = pipe, learner, checkpoints, stop_signals
-
-    def check(self) -> None:
-        """The learner's thread calls this often: obeys the main process."""
-        learner = self.learner
-        while self.pipe.poll():
-            order, content = self.pipe.recv()
-            if order == "stop":
-                self.stop_signals.append(order)
-                continue
-            if order == "become":  # with the donor's folder or None, and numbers for Args
-                donor, genes = content
-                if donor is not None:
-                    learner.become(load_checkpoint(donor, "latest", lambda text: self.pipe.send(dict(log=text))))
-                for name, value in genes.items():
-                    setattr(learner.args, name, value)
-                learner.optimizer.param_groups[0]["lr"] = learner.args.learning_rate
-            save_latest(self.checkpoints, learner, learner.args.keep_checkpoints)  # "save" is only this
-            self.pipe.send(dict(answered=True))
-
-
-def from_actors(control: Control, learner: Learner, count: int, stop_signals: list[int]):
-    """Generator: the slots of each iteration, oldest first, until the main process says stop."""
-    slots, start = [], time.perf_counter()
-    while not stop_signals:
-        control.check()
-        with contextlib.suppress(queue.Empty):
-            item = learner.inference.full.get(timeout=0.5)
-            if isinstance(item, BaseException):
-                raise item
-            more, event = item
-            wait_event(event)  # inference's writes to these slots
-            slots.extend(more)
-        while len(slots) >= count and not stop_signals:
-            learner.waited += time.perf_counter() - start
-            yield np.array(slots[:count])
-            slots, start = slots[count:], time.perf_counter()
-
-
-def learn(args: Args, checkpoints: Path, learner: Learner, source, reporter: Reporter) -> None:
-    """The learner's loop. It saves the last good weights however it ends, unless it is killed."""
-    saved = best_saved = time.monotonic()  # no best in the first 30 s: games that end first are short ones
+def learn(args: Args, checkpoints: Path, learner: Learner, control: Control, reporter: Reporter) -> None:
+    """The learner's loop, until the main process says stop. What it has learned is saved at the end, and before an
+    error that leaves the weights good; not after one that nobody foresaw."""
+    saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
+    saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
     try:
-        for slots in source:
+        while (slots := learner.collect(control)) is not None:
             metrics = learner.iterate(slots)
             now = time.monotonic()
-            if reporter.update(metrics) and len(reporter.returns) == 100 and now - best_saved >= 30:
+            if reporter.update(metrics) and len(reporter.returns) >= 100 and now - best_at >= 30:
                 if (mean := float(np.mean(reporter.returns))) > learner.best_return:
-                    learner.best_return, best_saved = mean, now
+                    learner.best_return, best_at = mean, now
                     save_checkpoint(checkpoints / "best.pth", learner)
-            if now - saved >= args.save_every_sec:
+            if now - saved_at >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
-                saved = now
+                saved, saved_at = learner.version, now
     finally:
-        save_latest(checkpoints, learner, args.keep_checkpoints)
+        foreseen = sys.exception() is None or isinstance(sys.exception(), (FloatingPointError, UserError))
+        if foreseen and learner.version > saved:  # else there is nothing new
+            save_latest(checkpoints, learner, args.keep_checkpoints)
 
 
-def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: Mailbox, request_pipe,
-                 reply_pipes: list, control) -> None:  # fmt: skip
-    """One policy's inference thread and learner, as in the main process of appo_doom.py."""
+def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: Mailbox, pipe,
+                 door: socket.socket) -> None:  # fmt: skip
+    """One policy's inference thread and learner, as in the main process of appo_doom.py. Ends when the main process
+    says stop, or is dead."""
     from torch.utils.tensorboard import SummaryWriter
 
     device, checkpoints = torch.device(args.device), folder / "checkpoints"
@@ -1830,13 +2003,15 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
     torch.manual_seed(args.seed + index)
     folder.mkdir(exist_ok=True)
     agent = Agent(spaces, args).to(device)
-    inference = Inference(args, spaces, agent, device, mailbox, request_pipe)
+    inference = Inference(args, spaces, agent, device, mailbox)
     learner = Learner(args, agent, inference, device)
+    control = Control(pipe, learner, checkpoints)
 
     def log(text: str) -> None:
-        control.send(dict(log=text))
+        control.send(log=text)
 
     if checkpoint := load_checkpoint(checkpoints, "latest", log):
+        load_weights(agent, checkpoint, folder, args)
         learner.load(checkpoint)
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
             learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
@@ -1845,20 +2020,19 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
-    stop_signals = []
-    thread = threading.Thread(target=inference.run, args=(Replies(args, mailbox, reply_pipes),), daemon=True)
-    orders = Control(control, learner, checkpoints, stop_signals)
-    source = from_actors(orders, learner, args.batch_size // args.rollout, stop_signals)
-    thread.start()
+    with writer, sampling(inference, Actors(args, inference, door)), own_stream(device, args.learner_threads):
+        learn(args, checkpoints, learner, control, Reporter(args, learner, writer, control))
+    control.send(step=learner.global_step)
+
+
+def policy_process(pipe, *arguments) -> None:
+    """Body of a policy's process. A UserError is told by the main process; what else it dies of is on stderr."""
+    faulthandler.enable()
     try:
-        with own_stream(device, args.learner_threads), contextlib.closing(source):
-            learn(args, checkpoints, learner, source, Reporter(args, learner, writer, control))
-    finally:
-        writer.close()
-        inference.stop()
-        thread.join(10)
-        inference.unpin()
-    control.send(dict(step=learner.global_step))
+        train_policy(*arguments)
+    except UserError as error:
+        pipe.send(dict(error=str(error)))
+        sys.exit(2)
 
 
 TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value", "gamma")
@@ -1914,7 +2088,6 @@ class Population:
     def __init__(self, args: Args, folder: Path, spaces: Spaces, rows: int, log):
         """rows: of one policy"""
         self.args, self.folder, self.log, self.context = args, folder, log, mp.get_context("forkserver")
-        W, S = args.num_workers, args.worker_num_splits
         self.genes, self.defaults = starting_genes(args), default_genes(args)
         self.session, self.exchanged, steps = 0, 0, [0] * args.num_policies  # exchanged: at which step
         if (path := folder / "population.json").exists():
@@ -1923,10 +2096,10 @@ class Population:
             for genes, before in zip(self.genes, saved["genes"]):
                 for name, value in self.defaults.items():  # a flag that was typed anew is for all policies
                     genes[name] = before[name] if saved["defaults"].get(name) == value else value
-        self.mailboxes = [Mailbox(spaces, rows, W, W * S, len(shaping_of(args))) for _ in self.genes]
-        self.request_pipes = [self.context.Pipe(duplex=False) for _ in self.genes]
+        self.mailboxes = [Mailbox(spaces, rows, len(shaping_of(args))) for _ in self.genes]
         self.reports = [dict(step=step, fps=0.0, lag=0.0, bottleneck="", objective=None) for step in steps]
-        self.processes, self.controls, self.error_pipes = [], [], []
+        self.processes, self.controls = [], []
+        self.doors: list[socket.socket] = []  # through which a policy gets its pipes to new actors
         self.rng, self.spaces = random.Random(f"{args.seed} {self.session}"), spaces
         for index in range(args.num_policies):
             self.write_shaping(index)
@@ -1951,51 +2124,49 @@ class Population:
         """Those that are in Args."""
         return {name: value for name, value in genes.items() if hasattr(self.args, name)}
 
-    def start(self, reply_pipes: list) -> None:
-        """reply_pipes: of the actors"""
+    def start(self) -> None:
         count = torch.cuda.device_count() if self.args.device == "cuda" else 0
         for index in range(self.args.num_policies):
             args = copy.copy(self.args)
             args.device = f"cuda:{index % count}" if count else args.device
             for name, value in self.settings(self.genes[index]).items():
                 setattr(args, name, value)
-            control, far_control = self.context.Pipe()
-            error_pipe, far_error_pipe = self.context.Pipe(duplex=False)
-            arguments = (args, index, policy_folder(self.folder, index), self.spaces, self.mailboxes[index],
-                         self.request_pipes[index], [writer for _, writer in reply_pipes], far_control)  # fmt: skip
-            # Not niced: where cores are short, inference and learning come before the games.
-            arguments = (far_error_pipe, False, train_policy, *arguments)
-            process = self.context.Process(target=process_body, name=f"policy {index}", args=arguments, daemon=True)
+            (control, pipe), (door, far_door) = self.context.Pipe(), socket.socketpair()
+            arguments = (pipe, args, index, policy_folder(self.folder, index), self.spaces, self.mailboxes[index], pipe,
+                         far_door)  # fmt: skip
+            process = self.context.Process(target=policy_process, name=f"policy {index}", args=arguments, daemon=True)
             process.start()
-            far_control.close()
-            far_error_pipe.close()
+            pipe.close()
+            far_door.close()
             self.processes.append(process)
             self.controls.append(control)
-            self.error_pipes.append(error_pipe)
+            self.doors.append(door)
 
     def read(self, index: int) -> None:
-        with contextlib.suppress(EOFError, ConnectionError):  # the policy has ended
+        with contextlib.suppress(EOFError, OSError):  # the policy has ended
             while self.controls[index].poll():
                 self.reports[index] |= self.controls[index].recv()
                 if text := self.reports[index].pop("log", None):
                     self.log(f"policy {index}: {text}")
 
     def check(self) -> None:
-        """Reads what the policies report. Raises RuntimeError when one has died."""
+        """Reads what the policies report. Raises UserError when one has died."""
         for index, process in enumerate(self.processes):
-            self.read(index)
-            if not process.is_alive():
-                text = last_words(self.error_pipes[index])
-                raise RuntimeError(f"policy {index} died (exit code {process.exitcode})\n{text}".strip())
+            dead = not process.is_alive()
+            self.read(index)  # its last words, too
+            if dead and "error" in self.reports[index]:
+                raise UserError(f"policy {index}: {self.reports[index]['error']}")
+            if dead:
+                raise UserError(f"policy {index} died (exit code {process.exitcode}); to go on, give the same command "
+                                f"with --experiment {self.args.experiment}")  # fmt: skip
 
     def ask(self, index: int, order: str, content, check) -> None:
-        """Waits until a policy has done it; calls `check` meanwhile. Raises RuntimeError when it dies."""
+        """Waits until a policy has done it; calls `check` meanwhile, which raises UserError when it dies."""
         self.reports[index]["answered"] = False
         with contextlib.suppress(OSError):  # it has died, as `check` will say
             self.controls[index].send((order, content))
         while not self.reports[index]["answered"]:
             check()
-            self.check()
             multiprocessing.connection.wait([self.controls[index]], timeout=0.5)
 
     def exchange(self, check, writer) -> None:
@@ -2051,12 +2222,12 @@ class Population:
                 rows.writerow(["step", "policy", "kind", "weights_of", "objective", *self.genes[0]])
             rows.writerow(row)
 
-    def stop(self, patience: float) -> None:
-        """Every policy that lives saves and ends; after `patience` seconds by force."""
+    def stop(self) -> None:
+        """Every policy that lives saves and ends; after half a minute by force."""
         for control in self.controls:
             with contextlib.suppress(OSError):
                 control.send(("stop", None))
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + 30
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         for index, process in enumerate(self.processes):
@@ -2066,16 +2237,14 @@ class Population:
             self.read(index)  # its last step
 
 
-# ======================================================================================================================
-# Evaluate
-# ======================================================================================================================
+# === Evaluate =========================================================================================================
 
 
 @torch.inference_mode()
 def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
-    """Plays with checkpoints. In a game of one agent every policy plays `eval_episodes` episodes; in a match each two
-    policies play as many games, half of them with their places exchanged. Prints a table. Returns wins, losses and ties
-    of each pair, by frags (by return, in a game without), or against bots, by who is first."""
+    """Plays with checkpoints. With one agent every policy plays `eval_episodes` episodes; with several each two
+    policies play as many matches, half of them with their places exchanged. Prints a table. Returns wins, losses and
+    ties of each pair, by frags (by return, where there are none), or against bots, by who is first."""
     if args.save_video:
         import imageio.v2 as imageio
     names, agents, frameskips = [], [], set()
@@ -2084,7 +2253,7 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
         for policy in args.eval_policies or range(Args(**saved_args(place)).num_policies):
             changes = asdict(args)
             if place != folder:  # of another experiment its own, but for these
-                changes = {name: changes[name] for name in ("device", "seed", "precision", *GAME)}
+                changes = {name: changes[name] for name in ("device", "seed", "precision", *ENV)}
             agent, used, _ = load_agent(place, policy, args.load_checkpoint_kind, **changes)
             frameskips.add(used.frameskip)
             names.append(f"{experiment}/{policy}" if args.opponents else f"{policy}")
@@ -2099,38 +2268,38 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     else:
         pairs = [(i, j) for i in range(C) for j in range(i + 1, C)] or [(0, 0)]
         table = np.array([[pair[(seat + turn) % 2] for seat in range(seats)] for pair in pairs for turn in range(2)])
-        # Several matches of each pair at once make larger batches. Each of them must play the same number of games.
+        # Several matches of each pair at once make larger batches. Each of them must be played as often.
         copies = [n for n in range(2, 16 // len(table) + 1) if args.eval_episodes % (2 * n) == 0]
         table = np.tile(table, (max(copies, default=1), 1))
     rows = np.bincount(table.ravel(), minlength=C)
     check_shared_memory(spaces, int(rows.sum()))
-    mailboxes = [Mailbox(spaces, count, 1, 1, len(shaping_of(used))) for count in rows]  # unshaped: scores are raw
-    games = Games(used, 0, table[None], [mailbox.numpy() for mailbox in mailboxes], used.seed, print)
+    mailboxes = [Mailbox(spaces, count, len(shaping_of(used))) for count in rows]  # unshaped: scores are raw
     states = [torch.zeros(count, agent.state_size, device=device) for count, agent in zip(rows, agents)]
-    torch.manual_seed(args.seed)
-    per_game = -(-args.eval_episodes * (len(pairs) if seats > 1 else C) // len(table))
-    played, ended = [[] for _ in table], [{} for _ in table]  # [game] -> episodes of its agents
-    with tqdm(total=per_game * len(table), desc="episodes", disable=None) as bar:
-        games.reset(0)
-        while min(map(len, played)) < per_game:
-            if args.save_video and len(played[0]) < per_game and len(frames) < 60 * TICKS_PER_SECOND / used.frameskip:
-                frames.append(np.array(games.splits[0][0][0].render()))
+    seed_everything(args.seed)
+    per_env = -(-args.eval_episodes * (len(pairs) if seats > 1 else C) // len(table))
+    played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its agents
+    envs = WorkerEnvs(used, 0, table[None], [mailbox.numpy() for mailbox in mailboxes], used.seed)
+    bar = tqdm(total=per_env * len(table), desc="episodes", disable=None)
+    with bar, contextlib.closing(envs):
+        envs.reset(0)
+        while min(map(len, played)) < per_env:
+            if args.save_video and len(played[0]) < per_env and len(frames) < 60 * TICKS_PER_SECOND / used.frameskip:
+                frames.append(np.array(envs.splits[0][0][0].render()))
             for c, (agent, mailbox) in enumerate(zip(agents, mailboxes)):
-                tensors = [part.to(device)[None] for part in (mailbox.obs, mailbox.vector, mailbox.first)]
-                logits, _, states[c] = agent(*tensors, states[c])
+                obs = {name: part.to(device)[None] for name, part in mailbox.obs.items()}
+                logits, _, states[c] = agent(obs, mailbox.first.to(device)[None], states[c])
                 actions = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0]
                 mailbox.action[:] = actions.cpu()
-            games.step(0)
-            for g, (env, sitting) in enumerate(games.splits[0]):
+            envs.step(0)
+            for e, (_, sitting) in enumerate(envs.splits[0]):
                 for i, seat in enumerate(sitting.values()):
                     if seat.mailbox.episode[seat.row, 2]:
-                        ended[g][i] = seat.mailbox.episode[seat.row].tolist()
-                if len(ended[g]) == seats:
-                    if len(played[g]) < per_game:  # the same for each: taking the first to end would favour short ones
-                        played[g].append([ended[g][i] for i in range(seats)])
+                        ended[e][i] = seat.mailbox.episode[seat.row].tolist()
+                if len(ended[e]) == seats:
+                    if len(played[e]) < per_env:  # the same for each: taking the first to end would favour short ones
+                        played[e].append([ended[e][i] for i in range(seats)])
                         bar.update()
-                    ended[g] = {}
-    games.close()
+                    ended[e] = {}
     results, episodes_of = {}, [[] for _ in agents]
     place, win, frags = (3 + SCORES.index(name) for name in ("place", "win", "frags"))
     for sitting, matches in zip(table, played):
@@ -2143,7 +2312,7 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
                 pair = (*pair, "bots")
                 ahead = episodes[0][win] or 1 - episodes[0][place]  # 0: first, but not alone
             elif len(sides) == 2:
-                score = frags if episodes[0][place] else 0  # in a game that is no match of Doom the return
+                score = frags if episodes[0][place] else 0  # where it is no match of Doom the return
                 one, two = (sum(episode[score] for episode, seat in zip(episodes, sitting) if seat == side)
                             for side in sides)  # fmt: skip
                 ahead = one - two
@@ -2167,77 +2336,57 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     return results
 
 
-def wilson(wins: int, games: int) -> str:
+def wilson(wins: int, matches: int) -> str:
     """A share with its 95 % interval (Wilson 1927)."""
-    if games == 0:
+    if matches == 0:
         return "none"
-    p, z2 = wins / games, 1.96**2
-    middle, width = p + z2 / (2 * games), math.sqrt(z2 * (p * (1 - p) + z2 / (4 * games)) / games)
-    low, high = ((middle + sign * width) / (1 + z2 / games) for sign in (-1, 1))
+    p, z2, n = wins / matches, 1.96**2, matches
+    middle, width = p + z2 / (2 * n), math.sqrt(z2 * (p * (1 - p) + z2 / (4 * n)) / n)
+    low, high = ((middle + sign * width) / (1 + z2 / n) for sign in (-1, 1))
     return f"{p:.0%} ({low:.0%} to {high:.0%})"
 
 
-# ======================================================================================================================
-# Main
-# ======================================================================================================================
+# === Main =============================================================================================================
+
 
 def parse_args() -> tuple[Args, Path]:
-    """Args as typed, and the run's folder. A resumed experiment's cfg.json is loaded; flags typed now override it."""
+    """Args as typed, and the run's folder. Of an experiment that is there what was typed before still holds, except for
+    what is typed now. Raises UserError."""
     args = tyro.cli(Args)
-    for name in SESSION[2:]:  # what only evaluation uses
+    for name in EVALUATION:
         if getattr(args, name) != getattr(Args(), name) and not args.evaluate:
             raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
-    if args.experiment is None and args.evaluate:
+    if args.evaluate and args.experiment is None:
         raise UserError("--evaluate needs the name of an --experiment")
     experiment = args.experiment or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     folder = Path(args.train_dir) / experiment
     if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
         raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
     if args.evaluate or (folder / "cfg.json").exists():
-        saved = saved_args(folder)
-        old = Args(**saved)
-        args = tyro.cli(Args, default=old)
-        overrides = {name: f"{name} {getattr(old, name)} -> {getattr(args, name)}" for name in saved
-                     if getattr(args, name) != getattr(old, name)}  # fmt: skip
-        fixed = NETWORK if args.evaluate else GAME + NETWORK
-        if wrong := [overrides[name] for name in fixed if name in overrides]:
-            raise UserError(f"{folder} holds another environment or network: {', '.join(wrong)}; rename --experiment")
-        for text in overrides.values():
-            print(f"override: {text}")
+        saved = asdict(Args(**saved_args(folder)))
+        args = tyro.cli(Args, default=Args(**saved))
+        for name in (name for name in saved.keys() - set(SESSION) if getattr(args, name) != saved[name]):
+            change = f"{name} {saved[name]} -> {getattr(args, name)}"
+            if name in FIXED and not args.evaluate:
+                raise UserError(f"{folder} holds another run: {change}; rename --experiment")
+            print(f"override: {change}")
     args.experiment = experiment
     return args, folder
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
-    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
-        ctypes.CDLL(None).mallopt(option, value)
-
-
-def check_shared_memory(spaces: Spaces, rows: int) -> None:
-    """Raises UserError when /dev/shm has no room for the mailbox and the games: later the kernel would kill the run."""
-    needed = rows * (int(np.prod(spaces.image)) + 4 * spaces.vector + 64 + GAME_SHARED_MEMORY)
-    free = shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
-                        "games or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
 
 
 def check_memory(args: Args, spaces: Spaces, rows: int) -> None:
     """Raises UserError when the policies do not fit into memory. rows: of a policy"""
     free = int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-    step = int(np.prod(spaces.image)) + 4 * spaces.vector
+    step = sum(part.nbytes for part in tensors(spaces, 1).values())
     rollouts = slots_needed(args, rows) * (args.rollout + 1) * step if args.device == "cpu" else 0
     needed = args.num_policies * (rollouts + 2**29)  # 512 MiB: a process of its own, the network, its copies
     if needed > free:
         raise UserError(f"{free / 2**30:.1f} GiB of memory are free, {args.num_policies} policies need "
-                        f"{needed / 2**30:.1f} GiB: use fewer policies or fewer games")  # fmt: skip
+                        f"{needed / 2**30:.1f} GiB: use fewer policies or environments")  # fmt: skip
 
 
 def open_log(folder: Path):
     """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
-    import fcntl  # here, so that other systems get main's sentence and no ImportError
-
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "log.txt", "a", buffering=1)
     try:
@@ -2249,173 +2398,49 @@ def open_log(folder: Path):
     return file
 
 
-def watch_parent(niced: bool = True) -> None:
-    """A daemon thread of every other process: when the main process dies, however it dies, nothing stays behind."""
-    parent, pause = [mp.parent_process().sentinel], 0.0 if niced else None
-    while not multiprocessing.connection.wait(parent, timeout=pause):
-        # With autogroup scheduling nice only compares processes of one session. setsid made us a new one, so that is
-        # niced too. From users other than root the kernel accepts this once per 100 ms, machine-wide: retry.
-        try:
-            Path("/proc/self/autogroup").write_text("10")
-            pause = None
-        except BlockingIOError:
-            pause = random.uniform(0.1, 2.0)
-        except OSError:  # no such scheduling
-            pause = None
-    end_group(os.getpgid(0))  # ourselves among it
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
+    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
+        ctypes.CDLL(None).mallopt(option, value)
 
 
-def end_group(process_group: int) -> None:
-    """Kills an actor, if still alive, and its games, and unlinks the games' shared memory, which has names at first."""
-    unlink_orphans()
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with contextlib.suppress(OSError):
-            if os.getpgid(pid) == process_group:
-                unlink_game_files(pid)
-    with contextlib.suppress(OSError):
-        os.killpg(process_group, signal.SIGKILL)
-
-
-def last_words(error_pipe) -> str:
-    text = b""
-    while error_pipe.poll() and (more := os.read(error_pipe.fileno(), 65536)):
-        text += more
-    return text.decode(errors="replace").strip()
-
-
-class Actors:
-    """The actor processes: started, looked after by the main process, and replaced when they die or hang.
-
-    When an actor dies, its games and the last transition of each of its rows are lost, for all policies: the row's next
-    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
-
-    SHORT_LIFE = 1000  # requests. A worker whose actors die or hang sooner three times in a row ends the run
-
-    def __init__(self, args: Args, table: np.ndarray, mailboxes: list[Mailbox], request_pipes: list, session: int, log):
-        """Another `session` number gives the games other seeds."""
-        self.args, self.table, self.mailboxes, self.request_pipes = args, table, mailboxes, request_pipes
-        self.numpys, self.games = [mailbox.numpy() for mailbox in mailboxes], table.shape[0] * table.shape[1]
-        self.session, self.log, self.restarts, self.looked = session, log, 0, time.monotonic()
-        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        # of each worker. All policies write to an actor's reply pipe, so it outlives the actor
-        self.reply_pipes = [self.context.Pipe(duplex=False) for _ in range(args.num_workers)]
-        self.processes, self.error_pipes = ([None] * args.num_workers for _ in range(2))
-        self.incarnations, self.short_lives = ([0] * args.num_workers for _ in range(2))
-        self.progress = [0] * args.num_workers  # games started + requests + replies, at the last check
-        self.seconds = [0.0] * args.num_workers  # how long it has been at work without any progress
-
-    def start_all(self) -> None:
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
-        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
-        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        multiprocessing.forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-        for worker in range(self.args.num_workers):
-            self.start(worker)
-
-    def groups(self, worker: int) -> slice:
-        S = self.args.worker_num_splits
-        return slice(worker * S, worker * S + S)
-
-    def start(self, worker: int) -> None:
-        args, incarnation, allowed = self.args, self.incarnations[worker], sorted(os.sched_getaffinity(0))
-        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        seed, groups = game_seed(args.seed, self.session, worker, incarnation), self.groups(worker)
-        for numpy in self.numpys:
-            numpy.incarnation[worker] = incarnation
-            numpy.started[worker] = numpy.requests[groups] = numpy.replies[groups] = 0
-        self.progress[worker], self.seconds[worker] = 0, 0.0
-        self.error_pipes[worker], error_pipe = self.context.Pipe(duplex=False)
-        arguments = (args, worker, incarnation, core, seed, self.table[groups], self.mailboxes, self.request_pipes,
-                     self.reply_pipes[worker][0], error_pipe)  # fmt: skip
-        arguments = (error_pipe, True, actor, *arguments)
-        process = self.context.Process(target=process_body, name=f"actor {worker}", args=arguments, daemon=True)
-        process.start()
-        self.processes[worker] = process
-        error_pipe.close()
-        self.looked = time.monotonic()  # the first start waits for the fork server's imports: no actor's time
-
-    def check(self) -> None:
-        """The main process calls this often; it looks after the actors once a second. Raises RuntimeError when one
-        cannot be kept alive."""
-        elapsed = time.monotonic() - self.looked
-        if elapsed < 1.0:
-            return
-        self.looked += elapsed
-        for worker, process in enumerate(self.processes):
-            groups = self.groups(worker)
-            requests, replies = (np.stack([getattr(numpy, name)[groups] for numpy in self.numpys])
-                                 for name in ("requests", "replies"))  # fmt: skip
-            progress = requests.sum() + replies.sum() + self.numpys[0].started[worker]
-            waits = (requests > replies).any(0).all()  # every split waits for a policy
-            if waits or progress > self.progress[worker]:
-                self.progress[worker], self.seconds[worker] = progress, 0.0
-            else:
-                self.seconds[worker] += min(elapsed, 10.0)  # not more: the whole container may have been paused
-            if not process.is_alive():
-                self.replace(worker, "died")
-            elif self.seconds[worker] > self.args.actor_timeout:
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack to its error pipe
-                self.error_pipes[worker].poll(5)  # for the first words, as long as a busy machine may take
-                time.sleep(0.5)  # for the rest
-                doing = "stepping" if requests.all() else "starting a game"
-                self.replace(worker, f"made no progress for {self.args.actor_timeout:.0f} s while {doing}")
-            elif text := last_words(self.error_pipes[worker]):
-                self.log(text)
-
-    def replace(self, worker: int, reason: str) -> None:
-        process, error_pipe = self.processes[worker], self.error_pipes[worker]
-        end_group(process.pid)
-        process.kill()  # if it died or hung before it had a process group of its own
-        process.join(5)
-        text = last_words(error_pipe)
-        message = f"actor {worker} {reason} (exit code {process.exitcode})"
-        if self.args.sync and len(self.numpys) > 1:  # some policies may have served its last request, and some not
-            raise RuntimeError(f"{message}; with --sync a population ends with it\n{text}".strip())
-        self.restarts += 1
-        short_life = self.numpys[0].requests[self.groups(worker)].sum() < self.SHORT_LIFE
-        self.short_lives[worker] = self.short_lives[worker] + 1 if short_life else 0
-        if self.short_lives[worker] == 3:
-            raise RuntimeError(f"{message}, for the third time\n{text}".strip())
-        self.log(f"{message}; starting it again\n{text}".strip())
-        error_pipe.close()
-        self.incarnations[worker] += 1  # what is left of the old one's requests and replies is dropped from here on
-        self.start(worker)
-
-    def wait_for_games(self, check, stop_signals: list[int]) -> None:
-        """Returns when every game has been started or the user stops the run; calls `check` meanwhile."""
-        with tqdm(total=self.games, desc="starting games", disable=None) as bar:
-            while bar.n < bar.total and not stop_signals:
-                self.check()
-                check()
-                time.sleep(0.1)
-                bar.n = int(self.numpys[0].started.sum())
-                bar.refresh()
-
-    def stop(self, patience: float) -> None:
-        """Ends all actors: by closing their pipes (the policies have ended), and after `patience` seconds by force."""
-        started = [process for process in self.processes if process]
-        for reader, writer in self.reply_pipes:
-            writer.close()
-        deadline = time.monotonic() + patience
-        for process in started:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in started:
-            end_group(process.pid)
-            process.kill()
+def watch(args: Args, population: Population, workers: Workers, writer, log) -> None:
+    """The main process's loop: looks after actors and policies, shows how they do, and holds the exchanges."""
+    started = shown = time.monotonic()
+    total, made = args.total_timesteps, int(population.step())
+    with tqdm(total=total, initial=made, desc=args.env_id, unit=" steps", unit_scale=True, dynamic_ncols=True,
+              disable=None) as bar:  # fmt: skip
+        while not STOP:
+            multiprocessing.connection.wait(population.controls, timeout=0.5)
+            workers.check()
+            if args.with_pbt:
+                population.exchange(workers.check, writer)
+            reports, now, step = population.reports, time.monotonic(), population.step()
+            bar.n = int(step)
+            bar.update(0)
+            if now - shown >= 5 and all(report["bottleneck"] for report in reports):  # all have reported
+                shown = now
+                known = [report["objective"] for report in reports if report["objective"] is not None]
+                text = f"{sum(report['fps'] for report in reports):,.0f} frames/s, "
+                if known:
+                    text += f"{args.pbt_target_objective} {max(known):.2f} best, {min(known):.2f} worst, "
+                    text += f"{statistics.pstdev(known):.2f} deviation, "
+                text += f"lag {statistics.mean(report['lag'] for report in reports):.1f}, bottleneck: "
+                # "environments" too where another policy is waited for
+                kinds = [report["bottleneck"] for report in reports]
+                text += "learner" if "learner" in kinds else statistics.mode(kinds)
+                bar.set_postfix_str(text)
+                log(f"step {step:,.0f}: {text}", bar.disable)
+            if step >= total or args.train_for_seconds is not None and now - started >= args.train_for_seconds:
+                break
 
 
 def train(typed: Args, folder: Path) -> int:
     """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
-    import resource  # not on every system, and those get main's sentence
-
     from torch.utils.tensorboard import SummaryWriter  # slow to import
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # actors and policies share many pipes
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # also of the policies: a pipe to each actor
     args = resolve(typed)
     spaces, agents = spaces_of(args)
     P, W, B = args.num_policies, args.num_workers, args.batch_size // args.rollout
@@ -2446,11 +2471,11 @@ def train(typed: Args, folder: Path) -> int:
     for line in (
         f"{args.env_id}: {P} policies of {parameters:,} parameters on {args.device}, encoder in {args.precision},"
         f" {args.learner_threads} + {args.inference_threads} threads to learn and act",
-        f"{W} workers x {args.num_envs_per_worker} games of {agents} agents in {args.worker_num_splits} splits;"
+        f"{W} workers x {args.num_envs_per_worker} environments of {agents} agents in {args.worker_num_splits} splits;"
         f" each policy has {rows} rows",
         f"{args.batch_size} samples ({B} rollouts of {args.rollout} steps) per update; expected lag up to {lag:.1f}"
         " versions",
-        f"{sum(map(mebibytes, population.mailboxes)):.1f} MiB of shared memory beside the games' own;"
+        f"{sum(map(mebibytes, population.mailboxes)):.1f} MiB of shared memory beside the engines' own;"
         f" {slots_needed(args, rows)} slots for the rollouts of each policy",
         f"up to {args.total_timesteps:,} steps of each policy = {args.total_timesteps * args.frameskip:,} frames",
         f"files in {folder}",
@@ -2458,86 +2483,43 @@ def train(typed: Args, folder: Path) -> int:
         log(line)
     for index, genes in enumerate(population.genes):
         log(f"policy {index}: {', '.join(f'{name} {value:.4g}' for name, value in population.settings(genes).items())}")
-    stop_signals = []
-
-    def on_signal(number, frame):
-        stop_signals.append(number)
-        if len(stop_signals) == 2:
-            raise KeyboardInterrupt  # at once, without checkpoints
-
-    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    request_pipes = [writer for _, writer in population.request_pipes]
-    actors = Actors(args, table, population.mailboxes, request_pipes, population.session, log)
+    workers = Workers(args, table, population, log)
     writer = SummaryWriter(str(folder), flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
+    population.write_rows("began")
     try:
-        actors.start_all()
-        population.start(actors.reply_pipes)
-        population.write_rows("began")
-        actors.wait_for_games(population.check, stop_signals)
-        watch(args, population, actors, writer, log, stop_signals)
+        workers.start_all()
+        watch(args, population, workers, writer, log)
     finally:
-        for number in handlers:
-            signal.signal(number, signal.SIG_IGN)  # a signal during the clean-up would leave games behind
-        population.stop(patience=0.0 if isinstance(sys.exception(), KeyboardInterrupt) else 30.0)
-        actors.stop(patience=0.0 if isinstance(sys.exception(), KeyboardInterrupt) else 5.0)
+        STOP.writing = True  # the policies are: from here on a second signal changes nothing
+        population.stop()
+        workers.stop()
         population.save()
         population.write_rows("ended")
         writer.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     steps = ", ".join(f"{report['step']:,}" for report in population.reports)
-    log(f"{'stopped' if stop_signals else 'done'}: {steps} steps, {actors.restarts} actors restarted")
-    return 130 if stop_signals else 0
-
-
-def watch(args: Args, population: Population, actors: Actors, writer, log, stop_signals: list[int]) -> None:
-    """The main process's loop: looks after actors and policies, shows how they do, and holds the exchanges."""
-    started = shown = time.monotonic()
-    total, made = args.total_timesteps, int(population.step())
-    with tqdm(total=total, initial=made, desc=args.env_id, unit=" steps", unit_scale=True, dynamic_ncols=True,
-              disable=None) as bar:  # fmt: skip
-        while not stop_signals:
-            multiprocessing.connection.wait(population.controls, timeout=0.5)
-            actors.check()
-            population.check()
-            if args.with_pbt:
-                population.exchange(actors.check, writer)
-            reports, now, step = population.reports, time.monotonic(), population.step()
-            bar.n = int(step)
-            bar.update(0)
-            if now - shown >= 5 and all(report["bottleneck"] for report in reports):  # all have reported
-                shown = now
-                known = [report["objective"] for report in reports if report["objective"] is not None]
-                text = f"{sum(report['fps'] for report in reports):,.0f} frames/s, "
-                if known:
-                    text += f"{args.pbt_target_objective} {max(known):.2f} best, {min(known):.2f} worst, "
-                    text += f"{statistics.pstdev(known):.2f} deviation, "
-                text += f"lag {statistics.mean(report['lag'] for report in reports):.1f}, bottleneck: "
-                kinds = [report["bottleneck"] for report in reports]  # "games" too where another policy is waited for
-                text += "learner" if "learner" in kinds else statistics.mode(kinds)
-                bar.set_postfix_str(text)
-                log(f"step {step:,.0f}: {text}", bar.disable)
-            if step >= total or args.train_for_seconds is not None and now - started >= args.train_for_seconds:
-                break
+    log(f"{'stopped' if STOP else 'done'}: {steps} steps, {workers.deaths} actors replaced")
+    return 130 if STOP else 0
 
 
 def main() -> int:
     try:
         if sys.platform != "linux":
-            raise UserError(f"this needs Linux (process groups, /proc, /dev/shm); {sys.platform} has no such things")
+            raise UserError(f"this needs Linux (/proc, /dev/shm, eventfd); {sys.platform} has no such things")
         if "TORCHELASTIC_RUN_ID" in os.environ:
             raise UserError("this is not for torchrun: it spreads its policies over the GPUs of one machine by itself")
         args, folder = parse_args()
         if args.evaluate:
             evaluate(args, folder)
             return 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, STOP)
         return train(args, folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("stopped at once, without a checkpoint", file=sys.stderr)
+    except KeyboardInterrupt:  # in an evaluation, or before the run has begun: there is nothing to save
+        print("stopped", file=sys.stderr)
         return 130
 
 

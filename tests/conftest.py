@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from edited import COUNTING, ROOT, load, with_envs
 
 sys.path.insert(0, str(ROOT))
@@ -76,17 +75,18 @@ class Run:
             raise AssertionError(f"still running after {seconds} s:\n{self.text()}") from None
 
     def actors(self) -> list[int]:
-        """Process ids of the actors: children of the fork server that lead a session of their own."""
+        """Process ids of the actors: children of the fork server, which is a child of the main process."""
+
+        def parent(pid: int) -> int:
+            return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
         found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             try:
-                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-                parent, session = int(fields[1]), int(fields[3])
-                grandparent = int(Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[1])
+                if parent(pid) != self.process.pid and parent(parent(pid)) == self.process.pid:
+                    found.append(pid)
             except (OSError, IndexError):
-                continue
-            if session == int(pid) and grandparent == self.process.pid:
-                found.append(int(pid))
+                pass
         return sorted(found)
 
     def engines(self) -> list[int]:

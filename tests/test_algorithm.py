@@ -1,9 +1,12 @@
 """V-trace, the loss and the network against slow, direct evaluations. Runs for every file that holds a copy."""
 
+import copy
 import importlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -114,18 +117,31 @@ def test_episodes_do_not_leak_into_each_other(appo):
     torch.testing.assert_close(difference, torch.tensor([0.0, 0.97], dtype=torch.float64))
 
 
-def make_agent(appo, vector=3, heads=(3, 4), **settings):
+def make_spaces(appo, heads, args, vector=3):
+    """An image and numbers beside it: measurements, or in DeepMind Lab the task and an instruction."""
+    if hasattr(appo, "LabEnv"):
+        return appo.Spaces(appo.by_name(appo.LabEnv(args, 0).observation_space), heads)
+    box = gym.spaces.Box
+    return appo.Spaces(dict(obs=box(0, 255, (72, 128, 3), np.uint8), vector=box(-np.inf, np.inf, (vector,), np.float32)), heads)
+
+
+def make_agent(appo, heads=(3, 4), **settings):
     args = appo.Args(hidden_size=32, precision="float32", **settings)
     torch.manual_seed(0)
-    return args, appo.Agent(appo.Spaces((72, 128, 3), vector, heads), args)
+    agent = appo.Agent(make_spaces(appo, heads, args), args)
+    agent.spaces = make_spaces(appo, heads, args)
+    return args, agent
 
 
-def vectors(appo, *shape: int, generator=None) -> torch.Tensor:
-    """What stands beside the images: measurements, or the number of a task, here the first, and those of words."""
-    if not hasattr(appo, "VOCABULARY"):
-        return torch.randn(shape, generator=generator)
-    result = torch.randint(appo.VOCABULARY, shape, generator=generator).float()
-    result[..., 0] = 0
+def observations(spaces, *shape: int, generator=None) -> dict[str, torch.Tensor]:
+    """Random ones, by name [*shape, ...]."""
+    result = {}
+    for name, space in spaces.obs.items():
+        if space.dtype.kind == "f":
+            result[name] = torch.randn(*shape, *space.shape, generator=generator)
+        else:
+            dtype = getattr(torch, space.dtype.name)
+            result[name] = torch.randint(int(space.high.max()) + 1, (*shape, *space.shape), generator=generator, dtype=dtype)
     return result
 
 
@@ -136,12 +152,11 @@ def make_batch(appo, agent, T=6, B=4, mask=None, seed=1):
     heads = [torch.randint(n, (T, B), generator=generator) for n in agent.heads]
     more = dict(inactive=torch.zeros(T, B, dtype=torch.bool)) if "inactive" in appo.Batch._fields else {}
     return appo.Batch(
-        obs=torch.randint(256, (T + 1, B, 72, 128, 3), generator=generator, dtype=torch.uint8),
-        vector=vectors(appo, T + 1, B, 3, generator=generator), first=first,
+        obs=observations(agent.spaces, T + 1, B, generator=generator), first=first,
         rnn_state=torch.randn(B, agent.state_size, generator=generator),
         actions=torch.stack(heads, -1), logprobs=torch.randn(T, B, generator=generator) - 2, values=torch.randn(T, B, generator=generator),
         rewards=torch.randn(T, B, generator=generator), terminated=torch.rand(T, B, generator=generator) < 0.1, mask=mask,
-        restarts=[0] + [t for t in range(1, T + 1) if first[t].any()], size=int(mask.sum()), **more,
+        restarts=[0] + [t for t in range(1, T + 1) if first[t].any()], **more,
     )  # fmt: skip
 
 
@@ -156,7 +171,7 @@ def test_loss_against_numpy(appo, exploration):
     batch = batch._replace(mask=batch.mask & (torch.rand(batch.mask.shape, generator=generator) < 0.7))  # the others are too old
     loss, *_, metrics = appo.appo_loss(args, agent, batch)
     with torch.no_grad():
-        logits, values, _ = agent(batch.obs, batch.vector, batch.first, batch.rnn_state, batch.restarts)
+        logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
     logprob = entropy = skl = 0
     for h, head in enumerate(logits[:-1].double().split(agent.heads, -1)):
         p = torch.softmax(head, -1)
@@ -184,7 +199,7 @@ def test_one_usable_sample(appo):
     batch = make_batch(appo, agent)
     alone = torch.zeros_like(batch.mask)
     alone.view(-1)[batch.mask.flatten().nonzero()[0]] = True
-    assert torch.isfinite(appo.appo_loss(args, agent, batch._replace(mask=alone, size=1))[0])
+    assert torch.isfinite(appo.appo_loss(args, agent, batch._replace(mask=alone))[0])
 
 
 def test_masked_samples_take_no_part(appo):
@@ -207,20 +222,26 @@ def test_masked_samples_take_no_part(appo):
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+def at(obs: dict, index) -> dict:
+    return {name: x[index] for name, x in obs.items()}
+
+
 @pytest.mark.parametrize("rnn", ["gru", "lstm", "none"])
 def test_stretches_between_restarts_equal_single_steps(appo, rnn):
     """The learner's forward over T steps equals acting step by step, and a restart forgets all that was before it."""
     _, agent = make_agent(appo, rnn_type=rnn)
     b = make_batch(appo, agent, T=10)
     with torch.no_grad():
-        logits, values, last = agent(b.obs, b.vector, b.first, b.rnn_state, b.restarts)
+        logits, values, last = agent(b.obs, b.first, b.rnn_state, b.restarts)
+        for one, two in zip((logits, values, last), agent(b.obs, b.first, b.rnn_state)):
+            assert torch.equal(one, two), "who does not name the restarts gets the same"
         state = b.rnn_state
         for t in range(11):
-            one, value, state = agent(b.obs[t : t + 1], b.vector[t : t + 1], b.first[t : t + 1], state, [0])
+            one, value, state = agent(at(b.obs, slice(t, t + 1)), b.first[t : t + 1], state)
             torch.testing.assert_close(one[0], logits[t], rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(value[0], values[t], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-4)
-        again = agent(b.obs, b.vector, b.first, b.rnn_state + 1.0, b.restarts)[0]
+        again = agent(b.obs, b.first, b.rnn_state + 1.0)[0]
     for row in range(b.first.shape[1]):
         start = int(b.first[:, row].float().argmax()) if b.first[:, row].any() else 11
         torch.testing.assert_close(again[start:, row], logits[start:, row])
@@ -234,7 +255,7 @@ def test_a_reset_forgets_a_state_that_is_not_finite(appo, rnn):
     _, agent = make_agent(appo, rnn_type=rnn)
     b = make_batch(appo, agent, T=3, B=2)
     first = torch.tensor([[True, False], [False, False], [False, True], [False, False]])
-    logits, values, state = agent(b.obs, b.vector, first, torch.full_like(b.rnn_state, torch.nan), [0, 2])
+    logits, values, state = agent(b.obs, first, torch.full_like(b.rnn_state, torch.nan), [0, 2])
     expected = torch.tensor([[True, False], [True, False], [True, True], [True, True]])
     assert torch.equal(values.isfinite(), expected) and torch.equal(logits.isfinite().all(-1), expected) and state.isfinite().all()
 
@@ -255,14 +276,23 @@ def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
     np.testing.assert_allclose(norm(torch.from_numpy(chunks[2])), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_an_input_that_is_not_finite_is_refused_where_it_counts(appo):
-    norm = appo.Normalizer((2,), 1.0)
-    x = torch.tensor([[1.0, 2.0], [3.0, torch.inf]])
-    norm.update(x, torch.tensor([True, False]))
-    assert norm.mean.tolist() == [1.0, 2.0]
-    with pytest.raises(FloatingPointError):
-        norm.update(x, torch.tensor([True, True]))
-    assert norm.mean.tolist() == [1.0, 2.0] and norm.count == 1, "nothing is changed before it is refused"
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
+def test_an_observation_that_is_not_finite_changes_nothing(appo, number):
+    """Neither weights nor statistics, of whatever input; infinities are clipped, so no loss would show them."""
+    if hasattr(appo, "LabEnv"):
+        pytest.skip("it has no floats in its observations")
+    args, agent = make_agent(appo)
+    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None)
+    learner = appo.Learner(args, agent, inference, torch.device("cpu"))
+    batches = [make_batch(appo, agent, seed=seed) for seed in range(2)]
+    batches[1].obs["vector"][3, 1, 2] = number
+    learner.gather = lambda slots: (batches[learner.version], np.zeros(int(batches[learner.version].mask.sum())))
+    learner.iterate(None)
+    before = copy.deepcopy(agent.state_dict())
+    assert before["normalizers.vector.count"] > 0
+    with pytest.raises(FloatingPointError, match="observation"):
+        learner.iterate(None)
+    assert all(torch.equal(one, two) for one, two in zip(before.values(), agent.state_dict().values())) and learner.version == 1
 
 
 def test_a_far_off_policy_sample_has_a_finite_gradient(appo):
@@ -315,24 +345,38 @@ def test_log_ratio_at_lag_zero(appo, precision, bound):
     """Acting network and learning network of one version: their numerical difference must not look like off-policy data."""
     torch.manual_seed(0)
     args = appo.Args(precision=precision)
-    agent = appo.Agent(appo.Spaces((72, 128, 3), 23, (3, 3, 2, 2, 11)), args)
+    spaces = make_spaces(appo, (3, 3, 2, 2, 11), args, vector=23)
+    agent = appo.Agent(spaces, args)
     T, B = 8, 16
-    obs, vector = torch.randint(256, (T, B, 72, 128, 3), dtype=torch.uint8), vectors(appo, T, B, 23)
-    first, state, acted = torch.rand(T, B) < 0.1, torch.zeros(B, agent.state_size), []
-    agent.update_normalizers(obs, vector, torch.ones(T, B, dtype=torch.bool))
+    obs, first, state, acted = observations(spaces, T, B), torch.rand(T, B) < 0.1, torch.zeros(B, agent.state_size), []
+    agent.update_normalizers(obs, torch.ones(T, B, dtype=torch.bool))
     with torch.no_grad():
         for t in range(T):
-            step, logprob = [], []
+            step, new = [], []
             for half in (slice(0, 5), slice(5, B)):  # acting happens in other batch sizes than learning
-                logits, _, new = agent(
-                    obs[t : t + 1, half], vector[t : t + 1, half], first[t : t + 1, half], state[half], [0]
-                )
+                logits, _, after = agent(at(obs, (slice(t, t + 1), half)), first[t : t + 1, half], state[half])
                 step.append(logits[0])
-                logprob.append(new)
-            state = torch.cat(logprob)
+                new.append(after)
+            state = torch.cat(new)
             acted.append(torch.cat(step))
         actions, mu = appo.sample_actions(torch.cat(acted), agent.heads)
-    restarts = [0] + [t for t in range(1, T) if first[t].any()]
-    logits, _, _ = agent(obs, vector, first, torch.zeros(B, agent.state_size), restarts)
+    logits, _, _ = agent(obs, first, torch.zeros(B, agent.state_size))
     pi = appo.evaluate_actions(logits.flatten(0, 1), actions, agent.heads)[0]
     assert (pi - mu).std() < bound
+
+
+def test_actions_that_are_masked_out(appo):
+    """A logit of -inf: never drawn, and entropy, symmetric KL and gradients are those of the other actions alone."""
+    full, heads = torch.randn(50, 7, requires_grad=True), (4, 3)
+    masked = torch.where(torch.tensor([True, False, True, True, False, True, True]), full, -torch.inf)
+    actions, _ = appo.sample_actions(masked.detach().repeat(100, 1), heads)
+    assert not (actions == torch.tensor([1, 0])).any()
+    values = appo.evaluate_actions(masked, actions[:50], heads)
+    kept = full.detach()[:, [0, 2, 3, 5, 6]].requires_grad_()
+    others = appo.evaluate_actions(kept, torch.stack([actions[:50, 0].clamp(min=1) - 1, actions[:50, 1] - 1], -1), (3, 2))
+    for one, two in zip(values, others):
+        torch.testing.assert_close(one, two)
+    sum(map(torch.sum, values)).backward()
+    sum(map(torch.sum, others)).backward()
+    torch.testing.assert_close(full.grad[:, [0, 2, 3, 5, 6]], kept.grad)
+    assert not full.grad[:, [1, 4]].any()

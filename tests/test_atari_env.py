@@ -1,6 +1,7 @@
 """appo_atari.py on real EnvPool: what ends an episode and what a game, what is masked, what is counted."""
 
 import envpool
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -26,14 +27,14 @@ def test_lives_and_games(game, episodic_life, n, steps):
     """The mailbox against a second pool with the same seed and actions, read by hand."""
     args = Args(env_id=game, episodic_life=episodic_life, num_envs_per_worker=n, num_workers=0, device="cpu", reward_clip=3.0)
     args = appo.resolve(args)
-    m, rng = appo.Mailbox(appo.spaces_of(args), n, 1).numpy(), np.random.default_rng(0)
-    worker = appo.Games(args, 0, m, SEED)
+    m, rng = appo.Mailbox(appo.spaces_of(args), n).numpy(), np.random.default_rng(0)
+    worker = appo.WorkerEnvs(args, 0, m, SEED)
     pool = envpool.make(game, env_type="gymnasium", num_envs=n, seed=SEED, episodic_life=episodic_life, use_fire_reset=True)
     obs, info = pool.reset()
     before, score, length, lives, firsts, games, silent = np.zeros(n, bool), np.zeros(n), np.zeros(n), info["lives"].copy(), 0, 0, 0
     over, reward, terminated, truncated = before, None, None, None  # of the step before
     for t, _ in zip(range(steps), played(worker)):
-        np.testing.assert_array_equal(m.obs, obs.transpose(0, 2, 3, 1))
+        np.testing.assert_array_equal(m.obs["obs"], obs.transpose(0, 2, 3, 1))
         if t == 0:
             assert m.first.all() and not m.terminated.any() and not m.episode.any()
         else:
@@ -65,8 +66,8 @@ def test_lives_and_games(game, episodic_life, n, steps):
 def test_the_time_limit_of_a_game():
     """It ends the game without `terminated`, though lives were lost before, and the next game counts from nothing."""
     args = appo.resolve(Args(num_envs_per_worker=N, num_workers=0, device="cpu"))
-    m = appo.Mailbox(appo.spaces_of(args), N, 1).numpy()
-    games = appo.Games(args, 0, m, SEED)
+    m = appo.Mailbox(appo.spaces_of(args), N).numpy()
+    games = appo.WorkerEnvs(args, 0, m, SEED)
     (envs,) = games.splits
     assert envs.options["max_episode_steps"] == 27_000 and appo.AtariEnvs(Args(frameskip=5), 1).options["max_episode_steps"] == 21_600
     envs.options["max_episode_steps"] = 60
@@ -88,7 +89,7 @@ def test_the_ignored_step_is_in_no_loss():
     agent = appo.Agent(spaces, args)
     inference = appo.Inference(args, spaces, agent, device)
     learner = appo.Learner(args, agent, inference, device)
-    for _ in played(appo.Games(args, 0, inference.numpy, SEED)):
+    for _ in played(appo.WorkerEnvs(args, 0, inference.numpy, SEED)):
         inference.serve([0])
         if not inference.full.empty():
             break
@@ -135,9 +136,9 @@ def test_an_unknown_game_names_the_nearest():
 @pytest.mark.parametrize("rnn", ["none", "gru"])
 def test_networks(encoder, rnn):
     args = Args(encoder=encoder, rnn_type=rnn)
-    agent = appo.Agent(appo.Spaces((84, 84, 4), 0, (6,)), args)
+    agent = appo.Agent(appo.Spaces(dict(obs=gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)), (6,)), args)
     obs, first = torch.randint(256, (3, 2, 84, 84, 4), dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.bool)
-    logits, values, state = agent(obs, torch.zeros(3, 2, 0), first, torch.zeros(2, agent.state_size), [0])
+    logits, values, state = agent(dict(obs=obs), first, torch.zeros(2, agent.state_size))
     assert logits.shape == (3, 2, 6) and values.shape == (3, 2) and state.shape == (2, agent.state_size)
     assert logits.abs().max() < 0.2, "the first policy is close to uniform"
     if rnn == "none":

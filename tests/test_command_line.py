@@ -7,9 +7,9 @@ import importlib
 import io
 import itertools
 import json
-import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import vizdoom
+from edited import REPORTS, ROOT, edited
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import appo_atari
 import appo_dmlab
 import appo_doom
-from edited import REPORTS, ROOT, edited
 
 SMALL = ("--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32",
          "--device", "cpu", "--precision", "float32")  # fmt: skip
@@ -86,7 +87,7 @@ def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys, name, game, o
     assert r.wait(90) == 0
     assert f"resuming {tmp_path / 'e'} at step {before['global_step']:,}" in r.text()
     assert f"override: learning_rate {learning_rate} -> 0.0002" in r.text()
-    assert "2 workers x 4 games" in r.text(), "what was typed the first time still holds"
+    assert "2 workers x 4 environments" in r.text(), "what was typed the first time still holds"
     after = torch.load(sorted((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))[-1], weights_only=True)
     assert after["global_step"] > before["global_step"] and after["version"] > before["version"]
     assert after["optimizer"]["param_groups"][0]["lr"] == 0.0002
@@ -113,7 +114,7 @@ def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys, name, game, o
     code, text = main("--env-id", other)
     assert code == 2 and f"env_id {game} -> {other}" in text
     code, text = main("--env-id", other, "--evaluate")
-    assert code == 2 and f"does not fit {other}, or this version" in text, "its actions are others"
+    assert code == 2 and f"does not fit {other}, these flags or this file" in text, "its actions are others"
     code, text = main("--total-timesteps", "100")
     assert code == 0 and "steps already; raise --total-timesteps" in text and "workers x" not in text
 
@@ -137,8 +138,8 @@ BAD = {
     "--env-id battel": r"unknown --env-id battel; did you mean battle",
     "--num-envs-per-worker 5 --worker-num-splits 2": r"--num-envs-per-worker 5 is not divisible by --worker-num-splits 2",
     "--batch-size 1000": r"--batch-size 1000 is not a multiple of --rollout 32",
-    "--device cuda:7": r"--device cuda:7 is not there: torch .* sees \d+ CUDA devices",
-    "--device gpu": r"--device gpu is no device for this",
+    "--device cuda:7": r"--device cuda:7: .*CUDA",
+    "--device gpu": r"--device gpu: Expected one of cpu, cuda",
     "--gamma 1.5": r"--gamma 1.5 is out of range",
     "--rollout 0": r"--rollout 0 is out of range",
     "--learning-rate -1": r"--learning-rate -1.0 is out of range",
@@ -199,7 +200,8 @@ def test_bad_input_of_atari(flags, expected, tmp_path, monkeypatch, capsys):
 def test_the_same_command_resumes(tmp_path, monkeypatch):
     """A scenario file given by a relative path is kept as an absolute one; that is no other environment."""
     monkeypatch.chdir(tmp_path)
-    Path("own.cfg").touch()
+    shutil.copy(f"{vizdoom.scenarios_path}/basic.wad", tmp_path)
+    Path("own.cfg").write_text("doom_scenario_path = basic.wad\navailable_buttons = { ATTACK }\n")
     monkeypatch.setattr(sys, "argv", ["appo", "--experiment", "e", "--cfg-path", "own.cfg"])
     args, folder = appo_doom.parse_args()
     folder.mkdir(parents=True)
@@ -273,7 +275,8 @@ def test_every_flag_is_read_and_explained(path):
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
 def test_sections_stand_in_order(path):
-    banners = re.findall(r"^# =+\n# (.*)\n# =+$", path.read_text(), re.M)
+    banners = re.findall(r"^# === (.*) =+$", path.read_text(), re.M)
+    assert {len(line) for line in re.findall(r"^# ===.*", path.read_text(), re.M)} == {120}
     more = ["Population"] if path.stem == "appo_pbt_doom" else []
     assert banners == ["Args", "Environment", "Mailbox and rollouts", "Agent", "V-trace and the loss", "Actor", "Inference", "Learner",
                        "Checkpoints", *more, "Evaluate", "Main"]  # fmt: skip
@@ -312,19 +315,16 @@ def cgroup(monkeypatch):
     return files
 
 
-@pytest.mark.parametrize("files, quota, workers, pinned", [
-    ({}, math.inf, 8, True),
-    ({"cpu.max": "max 100000\n"}, math.inf, 8, True),
-    ({"cpu.max": "350000 100000\n"}, 3.5, 3, False),
-    ({"cpu.max": "50000 100000\n"}, 0.5, 1, False),
-    ({"cpu.max": "800000 100000\n"}, 8, 8, True),
-    ({"cpu.cfs_quota_us": "200000\n", "cpu.cfs_period_us": "100000\n"}, 2, 2, False),
-    ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, math.inf, 8, True),
+@pytest.mark.parametrize("files, workers, pinned", [
+    ({}, 8, True),
+    ({"cpu.max": "max 100000\n"}, 8, True),
+    ({"cpu.max": "350000 100000\n"}, 3, False),
+    ({"cpu.max": "50000 100000\n"}, 1, False),
+    ({"cpu.max": "800000 100000\n"}, 8, True),
 ])  # fmt: skip
-def test_a_containers_quota_means_fewer_workers_and_no_pinning(cgroup, files, quota, workers, pinned):
-    """cgroup v2 has one file, v1 two. Beside a quota other containers see, and pin to, the same cores."""
+def test_a_containers_quota_means_fewer_workers_and_no_pinning(cgroup, files, workers, pinned):
+    """Beside a quota other containers see, and pin to, the same cores."""
     cgroup.update(files)
-    assert appo_doom.cpu_quota() == quota
     args = appo_doom.resolve(appo_doom.Args(device="cpu", precision="float32"))
     assert (args.num_workers, args.set_workers_cpu_affinity) == (workers, pinned)
     assert args.learner_threads + args.inference_threads <= max(2, workers)
@@ -333,7 +333,7 @@ def test_a_containers_quota_means_fewer_workers_and_no_pinning(cgroup, files, qu
 def test_any_number_of_games_will_do_with_cuda(monkeypatch):
     """Two splits are for an even number; and whatever a run was made with can be evaluated."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **more: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for games in range(1, 10):

@@ -1,5 +1,5 @@
-"""DeepMind Lab's games, tasks and level cache. The engine is in no package registry: the stand-in of tests/stand_in keeps
-its contract, which the first tests check on both, where the engine can be imported."""
+"""DeepMind Lab's environments, tasks and level cache. The engine is in no package registry: the stand-in of
+tests/stand_in keeps its contract, which the first tests check on both, where the engine can be imported."""
 
 import concurrent.futures
 import functools
@@ -20,7 +20,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
 from edited import REPORTS, edited
 
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -137,7 +136,8 @@ def test_contract_temporary_folder_and_ports(module, tmp_path, monkeypatch):
     """The folder is left to us; with the settings of make_lab the engine opens no socket."""
 
     def sockets() -> int:
-        return sum(os.path.realpath(file).rpartition("/")[2].startswith("socket:") for file in Path("/proc/self/fd").iterdir())
+        files = (os.path.realpath(file).rpartition("/")[2] for file in Path("/proc/self/fd").iterdir())
+        return sum(file.startswith("socket:") for file in files)
 
     monkeypatch.setattr(appo, "lab_module", lambda: module)
     before, args = sockets(), appo.resolve(make_args(tmp_path))
@@ -160,18 +160,17 @@ def test_contract_time_limit(module):
 
 
 def make_args(tmp_path, **settings):
-    return appo.Args(**dict(env_id="rooms_watermaze", train_dir=str(tmp_path), experiment="e", num_workers=0, device="cpu",
-                            dataset_path="dummy") | settings)  # fmt: skip
+    usual = dict(env_id="rooms_watermaze", train_dir=str(tmp_path), experiment="e", num_workers=0, device="cpu")
+    return appo.Args(**usual | dict(dataset_path="dummy") | settings)
 
 
 @pytest.fixture
-def env(tmp_path, monkeypatch):
-    """Makes games of the stand-in."""
+def make_env(tmp_path, monkeypatch):
+    """Makes environments of the stand-in. The real prepare_process would take descriptor 1."""
     monkeypatch.setitem(sys.modules, "deepmind_lab", MODULES[0])
-    monkeypatch.setenv("APPO_DMLAB_ENGINES", str(tmp_path / "engines"))
     (tmp_path / "engines").mkdir()
     appo.lab_module.cache_clear()
-    monkeypatch.setattr(appo, "prepare_process", lambda: tmp_path / "engines")
+    monkeypatch.setattr(appo, "prepare_process", lambda engines: tmp_path / "engines")
     made = []
 
     def make(number=0, **settings):
@@ -179,49 +178,51 @@ def env(tmp_path, monkeypatch):
         return made[-1]
 
     yield make
-    for game in made:
-        game.close()
+    for env in made:
+        env.close()
     appo.lab_module.cache_clear()
 
 
-def play(game, action=0):
+def play(env, action=0):
     """Plays an episode; returns the observations, rewards and infos, and how it ended."""
     steps = []
     while True:
-        observation, *rest = game.step(action)
+        observation, *rest = env.step(action)
         steps.append((observation, *rest))
         if rest[1] or rest[2]:
             return steps
 
 
-def test_the_last_observation_is_kept_and_a_time_limit_is_no_end(env):
-    game = env(env_id="rooms_select_nonmatching_object")
-    game.reset(seed=3)
-    steps = play(game)
+def test_the_last_observation_is_kept_and_a_time_limit_is_no_end(make_env):
+    env = make_env(env_id="rooms_select_nonmatching_object")
+    env.reset(seed=3)
+    steps = play(env)
     (before, *_), (last, _, terminated, truncated, _) = steps[-2:]
     assert len(steps) == 720 / 4 and not terminated and truncated
-    assert np.array_equal(before["obs"], last["obs"]) and np.array_equal(before["vector"], last["vector"])
-    game = env(env_id="rooms_watermaze")  # the stand-in ends it early: not by the time limit, which is 7,200 frames
-    game.reset(seed=3)
-    _, _, terminated, truncated, _ = play(game)[-1]
+    assert before.keys() == last.keys() == {"obs", "words", "task"}
+    assert all(np.array_equal(before[name], last[name]) for name in last)
+    env = make_env(env_id="rooms_watermaze")  # the stand-in ends it early: not by the time limit, which is 7,200 frames
+    env.reset(seed=3)
+    _, _, terminated, truncated, _ = play(env)[-1]
     assert terminated and not truncated
 
 
-def test_rewards_are_squashed_and_scores_are_not(env, monkeypatch):
-    game = env()
-    game.reset(seed=0)
-    for raw, expected in ((0.0, 0.0), (1.0, 5 * np.tanh(0.2)), (-1.0, -1.5 * np.tanh(0.2)), (100.0, 5.0), (-100.0, -1.5)):
-        monkeypatch.setattr(game.lab, "step", lambda action, num_steps, raw=raw: raw)
-        _, reward, *_, info = game.step(0)
+def test_rewards_are_squashed_and_scores_are_not(make_env, monkeypatch):
+    env = make_env()
+    env.reset(seed=0)
+    one = np.tanh(0.2)
+    for raw, expected in ((0.0, 0.0), (1.0, 5 * one), (-1.0, -1.5 * one), (100.0, 5.0), (-100.0, -1.5)):
+        monkeypatch.setattr(env.lab, "step", lambda action, num_steps, raw=raw: raw)
+        _, reward, *_, info = env.step(0)
         assert reward == pytest.approx(expected) and info["raw_reward"] == raw
 
 
-def test_actions_reach_the_engine_as_it_wants_them(env, monkeypatch):
-    game, seen = env(extended_action_set=True), []
-    game.reset(seed=0)
-    monkeypatch.setattr(game.lab, "step", lambda action, num_steps: seen.append((action.copy(), num_steps)) or 0.0)
-    for a in range(game.action_space.n):
-        game.step(np.int64(a))
+def test_actions_reach_the_engine_as_it_wants_them(make_env, monkeypatch):
+    env, seen = make_env(extended_action_set=True), []
+    env.reset(seed=0)
+    monkeypatch.setattr(env.lab, "step", lambda action, num_steps: seen.append((action.copy(), num_steps)) or 0.0)
+    for a in range(env.action_space.n):
+        env.step(np.int64(a))
     assert [tuple(action) for action, _ in seen] == list(appo.EXTENDED_ACTIONS)
     assert all(action.dtype == np.intc and action.flags.c_contiguous and n == 4 for action, n in seen)
 
@@ -234,30 +235,34 @@ def test_words():
     assert len(many) == 16 and all(1 <= word <= 999 for word in many)
 
 
-def test_the_instruction_is_in_the_observation(env, monkeypatch):
-    game = env(env_id="language_select_described_object")
-    observation, _ = game.reset(seed=0)
-    text = game.lab.observations()["INSTR"]
+def test_the_instruction_is_in_the_observation(make_env, monkeypatch):
+    env = make_env(env_id="rooms_watermaze,language_select_described_object", number=1)
+    observation, _ = env.reset(seed=0)
+    text = env.lab.observations()["INSTR"]
     words = appo.words_of(text)
-    assert len(words) == 4 and observation["vector"].tolist() == [0, *words, *[0] * 12]
-    assert game.observation_space.contains(observation)
-    later = game.lab.observations() | dict(INSTR="touch it")
-    monkeypatch.setattr(game.lab, "observations", lambda: later)
-    assert game.step(0)[0]["vector"].tolist() == [0, *appo.words_of("touch it"), *[0] * 14], "a shorter one leaves nothing behind"
+    assert len(words) == 4 and observation["words"].tolist() == [*words, *[0] * 12] and observation["task"] == 1
+    assert env.observation_space.contains(observation)
+    later = env.lab.observations() | dict(INSTR="touch it")
+    monkeypatch.setattr(env.lab, "observations", lambda: later)
+    shorter = env.step(0)[0]["words"].tolist()
+    assert shorter == [*appo.words_of("touch it"), *[0] * 14], "it leaves nothing behind of the one before"
 
 
-def test_tasks_and_their_games(tmp_path):
+def test_tasks_and_their_environments(tmp_path):
     one = make_args(tmp_path, env_id="contributed/dmlab30/rooms_watermaze", num_workers=2, num_envs_per_worker=4)
     assert appo.tasks_of(one) == ["rooms_watermaze"] and not appo.task_numbers(one).any()
     assert appo.tasks_of(make_args(tmp_path, env_id="dmlab_benchmark")) == ["rooms_collect_good_objects_train"]
-    two = make_args(tmp_path, env_id="dmlab_benchmark,seekavoid_arena_01,dmlab_benchmark", num_workers=1, num_envs_per_worker=4)
-    assert appo.tasks_of(two) == ["rooms_collect_good_objects_train", "seekavoid_arena_01"] and appo.task_numbers(two).tolist() == [0, 1, 0, 1]
-    assert appo.shares_of_tasks(two) == "2 games for each of 2 tasks: all have the same number of samples"
+    names = "dmlab_benchmark,seekavoid_arena_01,dmlab_benchmark"
+    two = make_args(tmp_path, env_id=names, num_workers=1, num_envs_per_worker=4)
+    assert appo.tasks_of(two) == ["rooms_collect_good_objects_train", "seekavoid_arena_01"]
+    assert appo.task_numbers(two).tolist() == [0, 1, 0, 1]
+    same, not_same = "all have the same number of samples", "those on faster workers have more of the samples"
+    assert appo.shares_of_tasks(two) == f"2 environments for each of 2 tasks: {same}"
     every = make_args(tmp_path, env_id="dmlab_30", num_workers=3, num_envs_per_worker=20)
     assert set(Counter(appo.task_numbers(every)).values()) == {2}
-    assert appo.shares_of_tasks(every) == "2 games for each of 30 tasks: those on faster workers have more of the samples"
+    assert appo.shares_of_tasks(every) == f"2 environments for each of 30 tasks: {not_same}"
     every.num_envs_per_worker = 30
-    assert appo.shares_of_tasks(every) == "3 games for each of 30 tasks: all have the same number of samples"
+    assert appo.shares_of_tasks(every) == f"3 environments for each of 30 tasks: {same}"
     every.one_task_per_worker = True
     assert appo.task_numbers(every).reshape(3, 30).tolist() == [[worker] * 30 for worker in range(3)]
     with pytest.raises(appo.UserError, match="30 tasks need --num-workers 30 or more"):
@@ -266,33 +271,35 @@ def test_tasks_and_their_games(tmp_path):
 
 
 @pytest.mark.parametrize("one_task_per_worker, tasks", [(False, [0, 1, 0, 1, 0, 1]), (True, [0, 0, 0, 1, 1, 1])])
-def test_games_observations_and_statistics_agree_on_the_task_of_a_row(env, tmp_path, one_task_per_worker, tasks):
-    """Episodes have 60 and 40 steps here; three games a worker, so that the second one's first game need not be of the first task."""
-    args = appo.resolve(make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01", num_workers=2, num_envs_per_worker=3, rollout=70,
-                                  worker_num_splits=3, batch_size=70, encoder="convnet", hidden_size=32, precision="float32",
+def test_observations_and_statistics_agree_on_the_task_of_a_row(make_env, tmp_path, one_task_per_worker, tasks):
+    """Episodes have 60 and 40 steps here. Three environments a worker, so that workers begin with different tasks."""
+    args = appo.resolve(make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01", num_workers=2, rollout=70,
+                                  num_envs_per_worker=3, worker_num_splits=3, batch_size=70, encoder="convnet",
+                                  hidden_size=32, precision="float32",
                                   one_task_per_worker=one_task_per_worker))  # fmt: skip
     spaces = appo.spaces_of(args)
     inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
-    workers = [appo.Games(args, worker, inference.numpy, worker) for worker in range(2)]
+    workers = [appo.WorkerEnvs(args, worker, inference.numpy, worker) for worker in range(2)]
     for step in range(65):
-        for games in workers:
+        for envs in workers:
             for split in range(3):
-                games.step(split) if step else games.reset(split)
+                envs.step(split) if step else envs.reset(split)
         inference.serve(list(range(6)))
-    for games in workers:
-        games.close()
-    assert inference.numpy.vector[:, 0].tolist() == tasks
+    for envs in workers:
+        envs.close()
+    assert inference.numpy.obs["task"].tolist() == tasks
     assert [[length for *_, length in episodes] for episodes in inference.episodes] == [[60] * 3, [40] * 3]
 
 
 @pytest.mark.parametrize("settings, sentence", [
     (dict(env_id="rooms_colect_good_objects"), "did you mean rooms_collect_good_objects_train"),
     (dict(env_id="rooms_watermaze,seekavoid"), "unknown --env-id seekavoid; did you mean seekavoid_arena_01"),
-    (dict(env_id="dmlab_30", dataset_path=None), "--dataset-path is missing, for psychlab_arbitrary_visuomotor_mapping and"),
+    (dict(env_id="dmlab_30", dataset_path=None),
+     "--dataset-path is missing, for psychlab_arbitrary_visuomotor_mapping and"),
     (dict(env_id="psychlab_continuous_recognition", dataset_path="/nowhere"), "--dataset-path /nowhere is no folder"),
     (dict(renderer="hardware"), "the engine does not start rooms_watermaze: "),
 ])  # fmt: skip
-def test_wrong_levels_and_missing_data_sets(tmp_path, env, settings, sentence):
+def test_wrong_levels_and_missing_data_sets(tmp_path, make_env, settings, sentence):
     with pytest.raises(appo.UserError, match=sentence):
         appo.check_level(make_args(tmp_path, **settings))
 
@@ -337,7 +344,8 @@ def test_cached_seeds_come_first_and_none_twice(tmp_path):
     again = cache(tmp_path)  # a resumed run
     seeds = Path(one.played).read_text().split() + [str(again.next_seed(rng)) for _ in range(4)]
     assert len(set(seeds)) == 7 and {"0", "1", "2", "3", "4"} < set(seeds)
-    assert {other.next_seed(rng) for other in [cache(tmp_path, "other")] for _ in range(5)} == set(range(5)), "of another run"
+    other = cache(tmp_path, "other")
+    assert {other.next_seed(rng) for _ in range(5)} == set(range(5)), "of another run"
 
 
 def choose(folder: Path, number: int) -> list[int]:
@@ -381,7 +389,8 @@ def test_a_full_disk_is_counted_and_survived(tmp_path, monkeypatch):
     one.seeds.write_text("".join(f"{seed}\n" for seed in range(10)))
     monkeypatch.setattr(appo, "open", lambda path, mode: open("/dev/full", mode), raising=False)
     rng = np.random.default_rng(0)
-    assert {one.next_seed(rng) for _ in range(10)} == set(range(10)) and one.unsaved == 11, "none twice, though no list can be kept"
+    assert {one.next_seed(rng) for _ in range(10)} == set(range(10)), "none twice, though no list can be kept"
+    assert one.unsaved == 11
 
 
 def test_some_room_is_left_for_checkpoints(tmp_path, monkeypatch):
@@ -391,55 +400,69 @@ def test_some_room_is_left_for_checkpoints(tmp_path, monkeypatch):
     assert one.unsaved == 1 and one.saved == 0 and not list((tmp_path / "cache").iterdir())
 
 
-def test_a_run_compiles_each_map_once(env, tmp_path):
-    """A game of one experiment and one of another; what is compiled is told in info."""
-    one, other = (env(env_id="explore_object_locations_small", experiment=name) for name in ("e", "f"))
-    compiled = [one.reset(seed=seed)[1]["compiling"] for seed in range(3)]
-    assert min(compiled) > 0
-    assert [other.reset(seed=seed)[1]["compiling"] for seed in range(5, 8)] == [0, 0, 0], "the other run finds them"
-    assert other.reset()[1]["compiling"] > 0
+def test_a_run_compiles_each_map_once(make_env, tmp_path):
+    """An environment of one experiment and one of another; what is compiled is told in info, once."""
+    one, other = (make_env(env_id="explore_object_locations_small", experiment=name) for name in ("e", "f"))
+    for seed in range(3):
+        seconds, saved, unsaved = one.reset(seed=seed)[1]["maps"]
+        assert seconds > 0 and (saved, unsaved) == (1, 0) and not one.step(0)[-1]["maps"].any()
+    costs = [other.reset(seed=seed)[1]["maps"].tolist() for seed in range(5, 8)]
+    assert costs == [[0, 0, 0]] * 3, "the other run finds them"
+    assert other.reset()[1]["maps"][0] > 0
 
 
-def test_a_second_reset_before_any_step_costs_nothing(env):
-    """Games.reset starts games one by one and then resets them all; SyncVectorEnv gives both times the same seed."""
-    game = env(env_id="explore_object_locations_small")
-    one, info = game.reset(seed=1)
-    two, again = game.reset(seed=1)
-    assert info["compiling"] > 0 and again == {} and np.array_equal(one["obs"], two["obs"])
-    assert len(game.cache.played.read_text().split()) == 1
-    game.step(0)
-    game.reset(seed=1)
-    assert len(game.cache.played.read_text().split()) == 2
+def test_a_second_reset_before_any_step_costs_nothing(make_env):
+    """WorkerEnvs.reset starts environments one by one and then resets them all, both times with the same seeds."""
+    env = make_env(env_id="explore_object_locations_small")
+    one, info = env.reset(seed=1)
+    two, again = env.reset(seed=1)
+    assert info["maps"][0] > 0 and again == {} and np.array_equal(one["obs"], two["obs"])
+    assert len(env.cache.played.read_text().split()) == 1
+    env.step(0)
+    env.reset(seed=1)
+    assert len(env.cache.played.read_text().split()) == 2
 
 
-def test_an_evaluation_can_be_repeated(env):
+def test_an_evaluation_can_be_repeated(make_env):
     """Other maps than in training, the same each time; it uses up no seed and lists none."""
-    one, two = (env(env_id="explore_object_locations_small", evaluate=True) for _ in range(2))
-    compiling = [game.reset(seed=1)[1]["compiling"] for game in (one, two)]
-    assert compiling[0] > 0 == compiling[1] and not one.cache.played.exists() and not one.cache.seeds.exists()
-    training = env(env_id="explore_object_locations_small")
+    one, two = (make_env(env_id="explore_object_locations_small", evaluate=True) for _ in range(2))
+    seconds = [env.reset(seed=1)[1]["maps"][0] for env in (one, two)]
+    assert seconds[0] > 0 == seconds[1] and not one.cache.played.exists() and not one.cache.seeds.exists()
+    training = make_env(env_id="explore_object_locations_small")
     training.reset(seed=1)
     assert one.lab.config["mixerSeed"] == str(0x600D5EED) and "mixerSeed" not in training.lab.config
 
 
-def test_what_maps_cost_is_told_to_the_main_process(env, tmp_path, monkeypatch):
-    args = appo.resolve(make_args(tmp_path, env_id="explore_object_locations_small", num_envs_per_worker=2))
-    m = appo.Mailbox(appo.spaces_of(args), 2, 1).numpy()
-    games = appo.Games(args, 0, m, 0)
-    games.reset(0)
-    started = float(m.compiling[0])
-    monkeypatch.setattr(appo, "DISK_RESERVE", 2**60)
-    for _ in range(61):  # an episode and the step that resets
-        games.step(0)
-    games.close()
-    assert 0 < started < m.compiling[0] and m.unsaved.tolist() == [2]
+def test_what_maps_cost_is_told_to_the_main_process(make_env, tmp_path, monkeypatch):
+    """Once for each map; what a start costs is left out, also in the rows of an actor whose predecessor died."""
+    args = appo.resolve(make_args(tmp_path, env_id="explore_object_locations_small", num_envs_per_worker=2, rollout=130,
+                                  encoder="convnet", hidden_size=32, precision="float32"))  # fmt: skip
+    spaces = appo.spaces_of(args)
+    inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
+    inference.numpy.maps[:] = 7.0
+    envs = appo.WorkerEnvs(args, 0, inference.numpy, 0)
+    envs.reset(0)
+    inference.serve([0])
+    costs = [inference.maps.copy()]
+    for reserve in (appo.DISK_RESERVE, 2**60):
+        monkeypatch.setattr(appo, "DISK_RESERVE", reserve)
+        for _ in range(61):  # an episode and the step that resets
+            envs.step(0)
+            inference.serve([0])
+        costs.append(inference.maps.copy())
+    envs.close()
+    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) == 4, "each start compiled a map, too"
+    assert [cost[1:].tolist() for cost in costs] == [[0, 0], [2, 0], [2, 2]]
+    assert 0 == costs[0][0] < costs[1][0] < costs[2][0]
 
 
-def test_evaluation_plays_the_chosen_tasks_and_keeps_its_state(env, tmp_path, monkeypatch):
-    """In the order asked for; the one that is not played may lack its data set. Returns are raw; no state goes from task to task."""
+def test_evaluation_plays_the_chosen_tasks_and_keeps_its_state(make_env, tmp_path, monkeypatch):
+    """In the order asked for; the one that is not played may lack its data set. Returns are raw; each task starts
+    without a state."""
     torch.manual_seed(0)
-    args = make_args(tmp_path, env_id="rooms_watermaze,psychlab_continuous_recognition,seekavoid_arena_01", encoder="convnet",
-                     hidden_size=32, precision="float32", dataset_path="/of/another/machine")  # fmt: skip
+    trained = "rooms_watermaze,psychlab_continuous_recognition,seekavoid_arena_01"
+    args = make_args(tmp_path, env_id=trained, encoder="convnet", hidden_size=32, precision="float32",
+                     dataset_path="/of/another/machine")  # fmt: skip
     folder, states, raw = tmp_path / "e", [], Counter()
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "cfg.json").write_text(json.dumps(dict(args=asdict(args))))
@@ -452,34 +475,40 @@ def test_evaluation_plays_the_chosen_tasks_and_keeps_its_state(env, tmp_path, mo
         raw[self.name] += result[-1]["raw_reward"]
         return result
 
-    monkeypatch.setattr(appo, "prepare_engines", lambda *arguments: None)
     monkeypatch.setattr(appo.LabEnv, "step", spy)
-    monkeypatch.setattr(appo.Agent, "forward", lambda self, *inputs: states.append(inputs[3]) or forward(self, *inputs))
+    monkeypatch.setattr(appo.Agent, "forward", lambda self, *inputs: states.append(inputs[2]) or forward(self, *inputs))
     chosen = ["seekavoid_arena_01", "rooms_watermaze"]
-    means = appo.evaluate(appo.Args(**asdict(args) | dict(env_id=",".join(chosen), eval_episodes=3, evaluate=True)), folder)
+    now = dict(env_id=",".join(chosen), eval_episodes=3, evaluate=True)
+    means = appo.evaluate(appo.Args(**asdict(args) | now), folder)
     assert len(states) == 40 + 60 and [i for i, state in enumerate(states) if not state.any()] == [0, 40]
     assert min(means) > 0 and means == pytest.approx([raw[task] / 3 for task in chosen])
 
 
-def test_evaluation_plays_held_out_levels(env):
-    game = env(env_id="rooms_collect_good_objects_train", evaluate=True)
-    game.reset(seed=0)
-    assert game.lab.level.endswith("rooms_collect_good_objects_test")
+def test_evaluation_plays_held_out_levels(make_env):
+    env = make_env(env_id="rooms_collect_good_objects_train", evaluate=True)
+    env.reset(seed=0)
+    assert env.lab.level.endswith("rooms_collect_good_objects_test")
 
 
 # --- the network
 
 
 def agent(tmp_path, **settings):
-    args = appo.resolve(make_args(tmp_path, hidden_size=32, precision="float32", **settings))
-    spaces = appo.Spaces(appo.IMAGE, 1 + appo.WORDS, (9,))
+    args = appo.resolve(make_args(tmp_path, hidden_size=32, precision="float32", extended_action_set=False, **settings))
     torch.manual_seed(0)
-    return args, spaces, appo.Agent(spaces, args)
+    return args, appo.Agent(appo.spaces_of(args), args)
+
+
+def random_pictures(T: int, B: int) -> dict[str, torch.Tensor]:
+    """Observations [T, B, ...] without instructions, of task 0."""
+    obs = torch.randint(0, 256, (T, B, *appo.IMAGE), dtype=torch.uint8)
+    words, task = torch.zeros(T, B, appo.WORDS, dtype=torch.int64), torch.zeros(T, B, dtype=torch.int64)
+    return dict(obs=obs, words=words, task=task)
 
 
 @pytest.mark.parametrize("encoder", ["impala", "convnet"])
 def test_instructions_are_read_to_their_last_word(tmp_path, encoder):
-    _, _, network = agent(tmp_path, encoder=encoder)
+    _, network = agent(tmp_path, encoder=encoder)
     texts = ["", "red", "collect the red ball", " ".join(["x"] * 16), "red", ""]
     words = torch.zeros(len(texts), 16, dtype=torch.int64)
     for i, text in enumerate(texts):
@@ -493,20 +522,22 @@ def test_instructions_are_read_to_their_last_word(tmp_path, encoder):
 
 
 def test_input_statistics_do_not_touch_word_numbers(tmp_path):
-    _, _, network = agent(tmp_path)
-    obs, vector = torch.randint(0, 256, (4, 2, *appo.IMAGE), dtype=torch.uint8), torch.full((4, 2, 17), 900.0)
-    vector[..., 0] = 0
-    before = network.encode(obs[0], vector[0])[:, -64:]
-    network.update_normalizers(obs, vector, torch.ones(4, 2, dtype=torch.bool))
-    assert network.image_norm.count > 0 and torch.equal(network.encode(obs[0], vector[0])[:, -64:], before)
+    _, network = agent(tmp_path)
+    obs = random_pictures(4, 2)
+    obs["words"][:] = 900
+    first = {name: part[0] for name, part in obs.items()}
+    before = network.encode(first)[:, -64:]
+    network.update_normalizers(obs, torch.ones(4, 2, dtype=torch.bool))
+    assert network.normalizers["obs"].count > 0 and torch.equal(network.encode(first)[:, -64:], before)
+    assert network.normalizers.keys() == {"obs"}
 
 
 def test_only_the_critic_reads_the_tasks_number(tmp_path):
-    _, _, network = agent(tmp_path, env_id="dmlab_30", encoder="convnet")
-    obs = torch.randint(0, 256, (1, 1, *appo.IMAGE), dtype=torch.uint8).repeat(1, 3, 1, 1, 1)
-    vector, first = torch.zeros(1, 3, 17), torch.zeros(1, 3, dtype=torch.bool)
-    vector[0, :, 1], vector[0, 1, 0], vector[0, 2, 2] = 5, 7, 9  # the same word; another task; a second word
-    logits, values, _ = network(obs, vector, first, torch.zeros(3, network.state_size))
+    _, network = agent(tmp_path, env_id="dmlab_30", encoder="convnet")
+    obs = {name: part.repeat_interleave(3, 1) for name, part in random_pictures(1, 1).items()}
+    words, task, first = obs["words"], obs["task"], torch.zeros(1, 3, dtype=torch.bool)
+    words[0, :, 0], task[0, 1], words[0, 2, 1] = 5, 7, 9  # the same word; another task; a second word
+    logits, values, _ = network(obs, first, torch.zeros(3, network.state_size))
     torch.testing.assert_close(logits[0, 0], logits[0, 1])
     assert not torch.isclose(values[0, 0], values[0, 1]) and not torch.allclose(logits[0, 0], logits[0, 2])
 
@@ -528,12 +559,15 @@ def test_popart_normalises_each_tasks_targets_and_keeps_every_value():
         total = critic.START + len(targets)  # it starts as if it had seen some with mean 0 and deviation 1
         mean = targets.sum() / total
         std = ((targets.square().sum() + critic.START) / total - mean.square()).sqrt()
-        torch.testing.assert_close(torch.stack([critic.mean[k], critic.std[k]]), torch.stack([mean, std]), rtol=1e-4, atol=1e-4)
-    assert (critic.mean[2], critic.std[2], critic.count[2]) == (0, 1, critic.START), "a task without targets stays as it was"
+        found, expected = torch.stack([critic.mean[k], critic.std[k]]), torch.stack([mean, std])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    untouched = critic.mean[2], critic.std[2], critic.count[2]
+    assert untouched == (0, 1, critic.START), "a task without targets stays as it was"
 
 
 def test_popart_forgets_what_is_long_ago():
-    critic, mask, task = appo.PopArt(torch.nn.Linear(4, 1)), torch.ones(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.int64)
+    critic = appo.PopArt(torch.nn.Linear(4, 1))
+    mask, task = torch.ones(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.int64)
     critic.MEMORY = 10_000  # samples
     for mean in (0.0, 100.0):
         for _ in range(200):
@@ -542,7 +576,8 @@ def test_popart_forgets_what_is_long_ago():
 
 
 def test_popart_of_a_task_that_never_rewards():
-    critic, mask, task = appo.PopArt(torch.nn.Linear(4, 1)), torch.ones(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.int64)
+    critic = appo.PopArt(torch.nn.Linear(4, 1))
+    mask, task = torch.ones(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.int64)
     critic.MEMORY = 2000
     for _ in range(100):
         critic.update(torch.zeros(1000), task, mask)
@@ -551,17 +586,17 @@ def test_popart_of_a_task_that_never_rewards():
 
 def test_popart_gets_the_targets_of_usable_samples(tmp_path):
     """With gamma 0 and on-policy they are the rewards."""
-    args, _, network = agent(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01", encoder="convnet", rnn_type="none", gamma=0.0)
+    tasks = "rooms_watermaze,seekavoid_arena_01"
+    args, network = agent(tmp_path, env_id=tasks, encoder="convnet", rnn_type="none", gamma=0.0)
     T, B = 4, 6
-    obs = torch.randint(0, 256, (T + 1, B, *appo.IMAGE), dtype=torch.uint8)
-    vector, first, mask = torch.zeros(T + 1, B, 17), torch.zeros(T + 1, B, dtype=torch.bool), torch.rand(T, B) < 0.6
-    vector[:, 3:, 0] = 1
+    obs, first, mask = random_pictures(T + 1, B), torch.zeros(T + 1, B, dtype=torch.bool), torch.rand(T, B) < 0.6
+    obs["task"][:, 3:] = 1
     rewards, actions = torch.randn(T, B) + torch.tensor([100.0] * 3 + [5.0] * 3), torch.randint(0, 9, (T, B, 1))
     with torch.no_grad():
-        logits, values, state = network(obs, vector, first, torch.zeros(B, 0))
+        logits, values, state = network(obs, first, torch.zeros(B, 0))
         logprobs, _, _ = appo.evaluate_actions(logits[:-1], actions, network.heads)
-    batch = appo.Batch(obs, vector, first, state, actions, logprobs, values[:-1], rewards, torch.zeros(T, B, dtype=torch.bool), mask, [0],
-                       int(mask.sum()))  # fmt: skip
+    terminated = torch.zeros(T, B, dtype=torch.bool)
+    batch = appo.Batch(obs, first, state, actions, logprobs, values[:-1], rewards, terminated, mask, [0])
     appo.Learner(args, network, SimpleNamespace(), torch.device("cpu")).update(batch)
     for k, columns in enumerate((slice(0, 3), slice(3, 6))):
         seen, count = rewards[:, columns][mask[:, columns]], network.critic.count[k].item()
@@ -571,23 +606,22 @@ def test_popart_gets_the_targets_of_usable_samples(tmp_path):
 
 def test_the_size_of_a_tasks_rewards_does_not_matter(tmp_path):
     """The gradient is the same with the rewards of one of two tasks a hundred times as large, when PopArt knows it."""
-    args, _, network = agent(tmp_path, env_id="dmlab_30", encoder="convnet", rnn_type="none")
+    args, network = agent(tmp_path, env_id="dmlab_30", encoder="convnet", rnn_type="none")
     T, B = 4, 6
-    obs = torch.randint(0, 256, (T + 1, B, *appo.IMAGE), dtype=torch.uint8)
-    vector, first = torch.zeros(T + 1, B, 17), torch.zeros(T + 1, B, dtype=torch.bool)
-    vector[:, 3:, 0] = 7
+    obs, first = random_pictures(T + 1, B), torch.zeros(T + 1, B, dtype=torch.bool)
+    obs["task"][:, 3:] = 7
     rewards, actions = torch.randn(T, B), torch.randint(0, 9, (T, B, 1))
     shift = 0.3 * torch.randn(T, B)  # of the old values, so that the value clip of 0.2 acts here and there
     gradients = []
     for size in (1.0, 100.0):
-        scale = torch.where(vector[..., 0] == 7, size, 1.0)
+        scale = torch.where(obs["task"] == 7, size, 1.0)
         network.critic.std[7] = size
         with torch.no_grad():
-            logits, values, state = network(obs, vector, first, torch.zeros(B, 0))
+            logits, values, state = network(obs, first, torch.zeros(B, 0))
             logprobs, _, _ = appo.evaluate_actions(logits[:-1], actions, network.heads)
         old = values[:-1] + shift * scale[1:]
-        batch = appo.Batch(obs, vector, first, state, actions, logprobs, old, rewards * scale[1:], torch.zeros(T, B, dtype=torch.bool),
-                           torch.ones(T, B, dtype=torch.bool), [0], T * B)  # fmt: skip
+        terminated, mask = torch.zeros(T, B, dtype=torch.bool), torch.ones(T, B, dtype=torch.bool)
+        batch = appo.Batch(obs, first, state, actions, logprobs, old, rewards * scale[1:], terminated, mask, [0])
         network.zero_grad()
         appo.appo_loss(args, network, batch)[0].backward()
         gradients.append([parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None])
@@ -600,7 +634,7 @@ def test_the_score_is_capped_after_the_mean(tmp_path):
     episodes = [[[task.random, 0.0, 10.0]] * 10 for task in appo.TASKS.values()]
     people = next(iter(appo.TASKS.values()))
     episodes[0] = [[people.random, 0.0, 10.0], [people.random + 3 * (people.human - people.random), 0.0, 10.0]] * 5
-    reporter = SimpleNamespace(args=args, learner=SimpleNamespace(everyone=[dict(episodes=episodes)]), score=None, settled=None)
+    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes), score=None, settled=None)
     scalars = appo.Reporter.scores(reporter)
     assert scalars["charts/human_normalized"] == pytest.approx(150 / 30) and reporter.settled
     assert scalars["charts/human_normalized_capped"] == reporter.score == pytest.approx(100 / 30)
@@ -610,25 +644,25 @@ def test_the_score_is_capped_after_the_mean(tmp_path):
 
 def test_the_score_of_levels_without_scores_of_people_is_the_mean_return(tmp_path):
     args = make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01")
-    ranks = [dict(episodes=[[[2.0, 0.0, 10.0]] * 5, []]), dict(episodes=[[[2.0, 0.0, 10.0]] * 5, []])]
-    reporter = SimpleNamespace(args=args, learner=SimpleNamespace(everyone=ranks), score=None, settled=None)
+    episodes = [[[2.0, 0.0, 10.0]] * 10, []]
+    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes), score=None, settled=None)
     appo.Reporter.scores(reporter)
     assert reporter.score is None and not reporter.settled, "one of the tasks has no episode yet"
-    ranks[1]["episodes"][1] = [[4.0, 0.0, 10.0]] * 10
+    episodes[1] = [[4.0, 0.0, 10.0]] * 10
     scalars = appo.Reporter.scores(reporter)
     assert reporter.score == 3.0 and reporter.text == "return 3.00, " and reporter.settled
     assert scalars["tasks/seekavoid_arena_01/episodic_return"] == 4.0 and "charts/human_normalized" not in scalars
 
 
 def test_the_best_is_kept_once_scores_are_settled(tmp_path, monkeypatch):
-    clock, scores, saved = itertools.count(0.0, 40.0), iter([(9.0, False), (1.0, True), (5.0, True), (3.0, True)]), []
+    clock, scores, saved = itertools.count(0.0, 40.0), [(9.0, False), (1.0, True), (5.0, True), (3.0, True)], []
     monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: next(clock))))
     monkeypatch.setattr(appo, "save_checkpoint", lambda path, learner: saved.append((path.name, learner.best_return)))
-    reporter = SimpleNamespace()
-    reporter.update = lambda metrics: vars(reporter).update(zip(("score", "settled"), next(scores))) or True
-    learner = SimpleNamespace(best_return=-float("inf"), global_step=0, version=0, iterate=lambda slots, timed_out: {},
-                              total=lambda name: 0, meet=lambda **mine: None)  # fmt: skip
-    appo.learn(make_args(tmp_path), tmp_path, learner, range(4), reporter)
+    reporter = SimpleNamespace(bar=SimpleNamespace(close=lambda: None))
+    reporter.update = lambda metrics: vars(reporter).update(zip(("score", "settled"), scores.pop(0))) or True
+    learner = SimpleNamespace(best_return=-float("inf"), global_step=0, version=0, collect=lambda: "slots",
+                              iterate=lambda slots: {} if scores else None)  # fmt: skip
+    appo.learn(make_args(tmp_path), tmp_path, learner, reporter)
     assert [best for name, best in saved if name == "best.pth"] == [1.0, 5.0]
 
 
@@ -640,8 +674,9 @@ def test_human_normalized():
 # --- runs
 
 
-RUN = ("--num-workers", "2", "--num-envs-per-worker", "2", "--rollout", "8", "--batch-size", "16", "--hidden-size", "32", "--device", "cpu",
-       "--precision", "float32", "--encoder", "convnet", "--learner-threads", "1")  # fmt: skip
+RUN = ("--num-workers", "2", "--num-envs-per-worker", "2", "--rollout", "8", "--batch-size", "16",
+       "--hidden-size", "32", "--device", "cpu", "--precision", "float32", "--encoder", "convnet",
+       "--learner-threads", "1")  # fmt: skip
 
 
 def with_stand_in(**variables):
@@ -651,19 +686,22 @@ def with_stand_in(**variables):
 @pytest.fixture
 def run(run, tmp_path_factory):
     """As in conftest.py, with a report every second instead of every five: less to wait for."""
-    return functools.partial(run, script=edited(tmp_path_factory.mktemp("copy"), "edited_dmlab", REPORTS, source=Path(appo.__file__)))
+    folder, source = tmp_path_factory.mktemp("copy"), Path(appo.__file__)
+    return functools.partial(run, script=edited(folder, "edited_dmlab", REPORTS, source=source))
 
 
 def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
-    slow = dict(STAND_IN_COMPILE="1")
-    r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500", **with_stand_in(**slow))
+    r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500",
+            **with_stand_in(STAND_IN_COMPILE="1"))  # fmt: skip
     assert r.wait(90) == 0, r.text()
     assert "bottleneck: compiling maps (--fill-level-cache)" in r.text()
-    assert "all games play lasertag_one_opponent_small; 9 actions" in r.text() and "log of" not in r.text()
-    assert "log of contributed/dmlab30/lasertag_one_opponent_small" in (tmp_path / "e" / "engines" / "output.txt").read_text()
+    assert "all environments play lasertag_one_opponent_small; 9 actions" in r.text() and "log of" not in r.text()
+    printed = (tmp_path / "e" / "engines" / "output.txt").read_text()
+    assert "log of contributed/dmlab30/lasertag_one_opponent_small" in printed
     newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
-    assert torch.load(newest, weights_only=True)["agent"]["critic.count"] > appo.PopArt.START, "PopArt counts the targets"
-    episodes = len(torch.load(newest, weights_only=True)["episodes"][0])
+    checkpoint = torch.load(newest, weights_only=True)
+    assert checkpoint["agent"]["critic.count"] > appo.PopArt.START, "PopArt counts the targets"
+    episodes = len(checkpoint["episodes"][0])
     played = next((tmp_path / "e" / "played").iterdir())
     before = played.read_text().split()
     assert len(before) == len(set(before)) > 10
@@ -693,7 +731,7 @@ def test_a_killed_run_leaves_no_temporary_folders(run, tmp_path):
     engines = tmp_path / "e" / "engines"
     r = run(*RUN, "--experiment", "e", "--total-timesteps", "1000000", **with_stand_in(STAND_IN_RESET="1"))
     r.wait_for(lambda: "frames/s" in r.text(), 60, "the first report")
-    assert len(list(engines.glob("[0-9]*/[0-9]*/*/dmlab*"))) == 4
+    assert len(list(engines.glob("[0-9]*/*/dmlab*"))) == 4
     r.process.kill()
     r.process.wait()
     assert_gone(engines)
@@ -703,8 +741,8 @@ def test_an_engine_that_ends_its_process_is_replaced(run, tmp_path):
     """exit(1), as for a missing map; SIGABRT, as of an error in a callback of Lua."""
     r = run(*RUN, "--experiment", "e", "--total-timesteps", "3000", **with_stand_in(STAND_IN_END=str(tmp_path)))
     assert r.wait(120) == 0, r.text()
-    assert "died (exit code 1); starting it again" in r.text() and "died (exit code -6); starting it again" in r.text()
-    assert "2 actors restarted" in r.text()
+    assert "died (exit code 1); starting another" in r.text() and "died (exit code -6); starting another" in r.text()
+    assert "2 actors replaced" in r.text()
 
 
 def test_filling_the_cache(run, tmp_path):
@@ -714,14 +752,15 @@ def test_filling_the_cache(run, tmp_path):
     assert r.wait(60) == 0 and "2 of 2 seeds: 2 new maps in" in r.text() and ", 0 that it could not take" in r.text()
     assert "Traceback" not in r.text() and len(list((tmp_path / "level_cache").glob("*.pk3"))) == 2
     tasks = "explore_object_locations_small", "lasertag_one_opponent_small"
-    r = run("--env-id", ",".join(["rooms_watermaze", *tasks]), "--fill-level-cache", "14", "--num-workers", "2",
-            **with_stand_in(STAND_IN_END=str(tmp_path)))  # fmt: skip
-    assert r.wait(60) == 1 and "26 of 28 seeds: 26 new maps in" in r.text()
-    assert "died (exit code 1) after 11 maps" in r.text() and "died (exit code -6) after 11 maps" in r.text()
+    r = run("--env-id", ",".join(["rooms_watermaze", *tasks]), "--fill-level-cache", "18", "--num-workers", "2",
+            **with_stand_in(STAND_IN_END=str(tmp_path)))  # so many that two processes start a twelfth # fmt: skip
+    assert r.wait(60) == 1 and "34 of 36 seeds: 34 new maps in" in r.text()
+    assert "died (exit code 1); starting another" in r.text() and "died (exit code -6); starting another" in r.text()
     folder = tmp_path / "level_cache"
-    texts = [f"contributed/dmlab30/{task} {seed}" for task in tasks for seed in appo.LevelCache.read(folder / f"{task}.seeds")]
+    seeds = {task: appo.LevelCache.read(folder / f"{task}.seeds") for task in tasks}
+    texts = [f"contributed/dmlab30/{task} {seed}" for task in tasks for seed in seeds[task]]
     maps = {f"map_noaas_{hashlib.md5(text.encode()).hexdigest()}.pk3" for text in texts}
-    assert maps == {path.name for path in folder.glob("*.pk3")} and len(maps) == 28, "runs find them by their seeds"
+    assert maps == {path.name for path in folder.glob("*.pk3")} and len(maps) == 36, "runs find them by their seeds"
     assert_gone(folder / "engines")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["level_cache"], "no experiment was made"
     r = run("--env-id", "rooms_watermaze", "--fill-level-cache", "6", **with_stand_in())
@@ -731,10 +770,11 @@ def test_filling_the_cache(run, tmp_path):
 def test_every_task_is_reported(run, tmp_path):
     from test_command_line import scalars
 
-    r = run(*RUN[4:], "--num-workers", "1", "--num-envs-per-worker", "30", "--env-id", "dmlab_30", "--dataset-path", "dummy",
-            "--experiment", "e", "--total-timesteps", "9000", "--batch-size", "240", **with_stand_in())  # fmt: skip
+    r = run(*RUN[4:], "--num-workers", "1", "--num-envs-per-worker", "30", "--env-id", "dmlab_30",
+            "--dataset-path", "dummy", "--experiment", "e", "--total-timesteps", "9000", "--batch-size", "240",
+            **with_stand_in())  # fmt: skip
     assert r.wait(120) == 0, r.text()
-    assert "1 game for each of 30 tasks: all have the same number of samples; 15 actions" in r.text()
+    assert "1 environment for each of 30 tasks: all have the same number of samples; 15 actions" in r.text()
     found = scalars(tmp_path / "e")
     assert {f"tasks/{task}/episodic_return" for task in appo.TASKS} < set(found)
     assert {"charts/human_normalized", "charts/human_normalized_capped", "stats/compiling"} < set(found)
@@ -747,6 +787,7 @@ def test_every_task_is_reported(run, tmp_path):
     assert {line.rpartition("/")[2] for line in printed.read_text().splitlines()} == set(rows), "each on its own level"
     assert r.text().splitlines()[-1].startswith("mean over tasks: ")
     r = run("--experiment", "e", "--evaluate", "--eval-episodes", "1", "--env-id", "rooms_watermaze", **with_stand_in())
-    assert r.wait(120) == 0 and r.text().splitlines()[-1].startswith("rooms_watermaze "), "one of those it was trained on"
+    assert r.wait(120) == 0
+    assert r.text().splitlines()[-1].startswith("rooms_watermaze "), "one of those it was trained on"
     with pytest.raises(appo.UserError, match="was trained on dmlab_30, not on seekavoid_arena_01"):
         appo.evaluate(appo.Args(**appo.saved_args(tmp_path / "e") | dict(env_id="seekavoid_arena_01")), tmp_path / "e")

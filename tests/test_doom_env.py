@@ -1,24 +1,20 @@
 """The environments, on the installed engine, against Sample Factory's tables; what a worker makes of them; the files of games."""
 
-import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 import vizdoom
 
 import appo_doom
-from appo_doom import SCENARIOS, Args, DoomEnv, UserError, make_envs, spaces_of, unlink_orphans
+from appo_doom import SCENARIOS, Args, DoomEnv, UserError, make_envs, spaces_of
 
 # Sample Factory's action heads; see its doom_utils.py
 HEADS = dict(basic=(4,), my_way_home=(3, 3), deadly_corridor=(3, 3, 3, 2), defend_the_center=(3, 2), defend_the_line=(3, 2),
@@ -213,7 +209,7 @@ class DictNoise(Noise):
 
 @pytest.mark.parametrize("Env", [Noise, DictNoise])
 def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
-    """`Games` and the mailbox against environments stepped by hand, which are reset on the step after an episode's end."""
+    """`WorkerEnvs` and the mailbox against environments stepped by hand, which are reset on the step after an episode's end."""
     made = []
 
     def make(args, num_envs):
@@ -223,19 +219,18 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
     monkeypatch.setattr(appo_doom, "make_envs", make)
     args = Args(num_workers=2, num_envs_per_worker=6, worker_num_splits=2, reward_scale=2.0, reward_clip=3.0)
     spaces = appo_doom.spaces_of(args)
-    mailbox = appo_doom.Mailbox(spaces, 12, 2)
+    mailbox = appo_doom.Mailbox(spaces, 12)
     m, rng = mailbox.numpy(), np.random.default_rng(0)
-    games, envs = appo_doom.Games(args, 1, m, 5), [Env() for _ in range(6)]
+    games, envs = appo_doom.WorkerEnvs(args, 1, m, 5), [Env() for _ in range(6)]
     for split in range(2):
         games.reset(split)
-    assert m.started.tolist() == [0, 6] and m.first.tolist() == [False] * 6 + [True] * 6 and not m.episode.any()
+    assert m.first.tolist() == [False] * 6 + [True] * 6 and not m.episode.any()
     seen = [env.reset(seed=5 + i)[0] for i, env in enumerate(envs)]
     ended, totals, finished = [False] * 6, np.zeros((6, 3)), 0
 
     def check(i, observation):
-        image, vector = (observation["obs"], observation["vector"]) if isinstance(observation, dict) else (observation, [])
-        np.testing.assert_array_equal(m.obs[6 + i], image)
-        np.testing.assert_array_equal(m.vector[6 + i], vector)
+        for name, part in (observation if isinstance(observation, dict) else dict(obs=observation)).items():
+            np.testing.assert_array_equal(m.obs[name][6 + i], part)
 
     for i in range(6):
         check(i, seen[i])
@@ -261,7 +256,7 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
             np.testing.assert_allclose(m.episode[row], totals[i] * over, rtol=1e-4, atol=1e-4)
             finished += over
             totals[i] *= not over
-    assert finished > 50 and not m.obs[:6].any() and not m.first[:6].any(), "the other worker's rows are not touched"
+    assert finished > 50 and not m.obs["obs"][:6].any() and not m.first[:6].any(), "the other worker's rows are not touched"
     games.close()
     assert all(env.closed for envs in made[1:] for env in envs.envs)
 
@@ -301,43 +296,47 @@ def test_own_scenario(tmp_path):
 IMAGE = gym.spaces.Box(0, 255, (72, 128, 3), np.uint8)
 
 
-@pytest.mark.parametrize("space, ok", [
-    (IMAGE, True),
-    (gym.spaces.Box(0, 1, (72, 128, 3), np.float32), False),
-    (gym.spaces.Box(-1, 1, (4,), np.float32), False),
-    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (4,), np.float32)), True),
-    (gym.spaces.Dict(obs=IMAGE, b=gym.spaces.Box(-1, 1, (4,), np.float32)), False),
-    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (4,), np.float32), more=gym.spaces.Box(-1, 1, (4,), np.float32)), False),
-    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Discrete(3)), False),
-    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (5, 5), np.float32)), False),
-    (gym.spaces.Dict(obs=IMAGE, vector=IMAGE), False),
+VECTOR = gym.spaces.Box(-1, 1, (4,), np.float32)
+
+
+@pytest.mark.parametrize("space, refused_by", [
+    (IMAGE, ""),
+    (gym.spaces.Dict(obs=IMAGE, vector=VECTOR), ""),
+    (gym.spaces.Dict(obs=IMAGE, b=VECTOR, more=gym.spaces.Box(-1, 1, (2,), np.float64), flags=gym.spaces.Box(0, 1, (3,), bool)), ""),
+    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Discrete(3)), "unsupported spaces"),
+    (gym.spaces.Box(0, 1, (72, 128, 3), np.float32), "this network sees"),
+    (gym.spaces.Box(0, 255, (72, 128), np.uint8), "this network sees"),
+    (VECTOR, "this network sees"),
+    (gym.spaces.Dict(image=IMAGE, vector=VECTOR), "this network sees"),
+    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (5, 5), np.float32)), "this network sees"),
+    (gym.spaces.Dict(obs=IMAGE, second=IMAGE), "this network sees"),
 ])  # fmt: skip
-def test_unsupported_spaces_are_refused_by_name(space, ok, monkeypatch):
+def test_unsupported_spaces_are_refused_by_name(space, refused_by, monkeypatch):
+    """By the pipeline, which needs arrays, or by the network. What they take goes through both, whatever it is called."""
+
     class Env(gym.Env):
         observation_space, action_space = space, gym.spaces.Discrete(2)
 
     def made(mode=gym.vector.AutoresetMode.NEXT_STEP):
         monkeypatch.setattr(appo_doom, "make_envs", lambda args, num_envs: gym.vector.SyncVectorEnv([Env] * num_envs, autoreset_mode=mode))
-        return spaces_of(Args())
+        spaces = spaces_of(Args())
+        obs = appo_doom.tensors(spaces, 2, 3)
+        assert appo_doom.Agent(spaces, Args(hidden_size=16, rnn_type="none"))(obs, torch.zeros(2, 3, dtype=bool), torch.zeros(3, 0))
+        return spaces
 
-    if ok:
-        assert made() == appo_doom.Spaces((72, 128, 3), 4 if isinstance(space, gym.spaces.Dict) else 0, (2,))
-        with pytest.raises(UserError, match="NEXT_STEP"):
-            made(gym.vector.AutoresetMode.SAME_STEP)
-    else:
+    if refused_by:
+        with pytest.raises(UserError, match=refused_by):
+            made()
+        return
+    assert made() == appo_doom.Spaces(dict(space) if isinstance(space, gym.spaces.Dict) else dict(obs=space), (2,))
+    with pytest.raises(UserError, match="NEXT_STEP"):
+        made(gym.vector.AutoresetMode.SAME_STEP)
+    Env.action_space = gym.spaces.MultiDiscrete([5])
+    assert made().heads == (5,)
+    for action in (gym.spaces.Discrete(2, start=1), gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3], start=[0, 1])):
+        Env.action_space = action
         with pytest.raises(UserError, match="unsupported spaces"):
             made()
-    for action, heads in (
-        (gym.spaces.MultiDiscrete([5]), (5,)),
-        (gym.spaces.Discrete(2, start=1), None),
-        (gym.spaces.Box(-1, 1, (2,)), None),
-    ):
-        Env.action_space = action
-        if ok and heads:
-            assert made().heads == heads
-        else:
-            with pytest.raises(UserError, match="unsupported spaces"):
-                made()
 
 
 def test_what_an_engine_finds_when_it_starts(tmp_path, monkeypatch):
@@ -354,114 +353,35 @@ def test_what_an_engine_finds_when_it_starts(tmp_path, monkeypatch):
         assert int(ignored.split()[1], 16) >> (signal.SIGINT - 1) & 1
 
 
-@pytest.fixture
-def child():
-    """Starts Python code in a process of its own; returns the process when it has printed a line, with that line in `said`."""
-    started = []
-
-    def child(code: str):
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        process.said = process.stdout.readline().strip()
-        return process
-
-    yield child
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+def test_setpriv_is_asked_for_by_name(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match="setpriv"):
+        appo_doom.launcher.__wrapped__()
 
 
-OPENED = "file = open({0!r}, 'r+'); print(); input()"
-# Python's mmap keeps a descriptor of its own
-MAPPED = """
-import ctypes, os
-libc, file = ctypes.CDLL(None), os.open({0!r}, os.O_RDWR)
-libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-address = libc.mmap(None, 4096, 3, 1, file, 0)  # to read and write, shared
-os.close(file)
-print(os.path.realpath({0!r}) in open("/proc/self/maps").read() and {0!r} not in map(os.path.realpath, os.scandir("/proc/self/fd")))
-input()
-"""
+def test_an_engine_whose_starter_is_dead_does_not_start(tmp_path, monkeypatch):
+    """It may die between the fork and the kernel's being told: nobody else would end the engine."""
+    engine, script = tmp_path / "vizdoom", tmp_path / "script"
+    engine.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    engine.chmod(0o755)
+    monkeypatch.setattr(vizdoom, "__file__", str(tmp_path / "__init__.py"))
+    script.write_text(Path(appo_doom.launcher.__wrapped__()).read_text())
+    script.chmod(0o755)
+    subprocess.run(["sh", "-c", f"{script}; true"])  # its parent is this shell
+    assert not (tmp_path / "started").exists()
+    subprocess.run([script], check=True)
+    assert (tmp_path / "started").exists()
 
 
-def test_only_orphans_are_unlinked(child):
-    """Shared memory of games that nobody has open, and nobody has mapped, any more."""
-    names = [Path(f"/dev/shm/{kind}_test_{os.getpid()}_{i}") for i, kind in enumerate(("ViZDoomSM", "ViZDoomMQ", "ViZDoomSM", "other"))]
-    orphan, opened, mapped, other = names
+def test_the_shared_memory_of_a_started_engine_has_no_name():
+    """Its own alone: those of other programs stay."""
+    other = Path(f"/dev/shm/ViZDoomSM_test_{os.getpid()}")
+    other.write_bytes(bytes(4096))
     try:
-        with contextlib.ExitStack() as held:  # until the children have them: other tests unlink orphans, too
-            for path in names:
-                held.enter_context(open(path, "wb", buffering=0)).write(bytes(4096))
-            children = [child(OPENED.format(str(opened))), child(MAPPED.format(str(mapped)))]
-        assert children[1].said == "True", "mapped, and not open"
-        unlink_orphans()
-        assert [path.exists() for path in names] == [False, True, True, True]
-        for process in children:
-            process.kill()
-            process.wait()
-        unlink_orphans()
-        assert [path.exists() for path in names] == [False, False, False, True]
+        env = DoomEnv("basic", 4)
+        env.reset(seed=0)
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/ViZDoom" in line]
+        assert lines and all(line.endswith("(deleted)") for line in lines) and other.exists()
+        env.close()
     finally:
-        for path in names:
-            path.unlink(missing_ok=True)
-
-
-PLAIN_GAME = """
-import vizdoom
-game = vizdoom.DoomGame()
-game.load_config(vizdoom.scenarios_path + "/basic.cfg")
-game.set_window_visible(False)
-game.init()
-print(flush=True)
-while input():
-    for _ in range(20):
-        game.make_action([1, 0, 0])
-        if game.is_episode_finished():
-            game.new_episode()
-    print("played", flush=True)
-"""
-
-
-def test_files_of_living_games_stay(child, tmp_path, monkeypatch):
-    """Another program's games, which keep the names of their files: looked at all the time while they start and play."""
-    monkeypatch.chdir(tmp_path)
-    over = threading.Event()
-    looking = threading.Thread(target=lambda: [unlink_orphans() for _ in iter(over.is_set, True)])
-    looking.start()
-    try:
-        for _ in range(2):
-            game = child(PLAIN_GAME)
-            print("play", file=game.stdin, flush=True)
-            assert game.stdout.readline() == "played\n"
-            files = [line for line in Path(f"/proc/{game.pid}/maps").read_text().splitlines() if "/dev/shm/ViZDoom" in line]
-            assert len(files) >= 2 and not [line for line in files if "(deleted)" in line]
-            print(file=game.stdin, flush=True)
-            assert game.wait(20) == 0, "its engine has ended with it"
-    finally:
-        over.set()
-        looking.join()
-
-
-def test_several_may_look_for_orphans_at_once():
-    """The kernel tells the holder of a lease by a signal that somebody opens the file: that must not end a run."""
-
-    def look():
-        while True:
-            unlink_orphans()
-
-    children = [multiprocessing.get_context("fork").Process(target=look, daemon=True) for _ in range(3)]
-    path = Path(f"/dev/shm/ViZDoomSM_test_{os.getpid()}")
-    try:
-        for process in children:
-            process.start()
-        for _ in range(3000):
-            path.touch()
-            time.sleep(0.001)
-        assert [process.exitcode for process in children] == [None] * 3
-    finally:
-        for process in children:
-            process.kill()
-            process.join()
-        path.unlink(missing_ok=True)
+        other.unlink()

@@ -9,10 +9,10 @@ import time
 import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import left_behind, marked
+from edited import ROOT
 
 import dummy_sampler
-from conftest import left_behind
-from edited import ROOT
 
 SHORT = ("--num-workers", "2", "--num-envs-per-worker", "2", "--warm-up", "0.5", "--window", "1", "--windows", "2")
 
@@ -66,6 +66,19 @@ def test_the_pipeline_alone(tmp_path):
     (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert found["rows_per_second"] > 1000 and 2 <= found["rows_per_batch"] <= 4
     assert found["microseconds_per_group"] == pytest.approx(2e6 / found["rows_per_second"], rel=0.05)
+
+
+def test_processes_end_with_the_main_one():
+    mark, before = f"APPO_TEST_{time.monotonic_ns()}", set(os.listdir("/dev/shm"))
+    command = [sys.executable, ROOT / "dummy_sampler.py", "--family", "atari", *SHORT, "--window", "60"]
+    process = subprocess.Popen(command, env=os.environ | {mark: "1"}, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(marked(mark)) < 5 and time.monotonic() < deadline:  # with resource tracker, fork server and two workers
+        time.sleep(0.1)
+    assert len(marked(mark)) == 5
+    process.kill()
+    process.wait()
+    assert left_behind(mark, before) == (set(), set())
 
 
 @pytest.mark.parametrize("flags, expected", [

@@ -1,6 +1,5 @@
 """A counting environment through the real actors, mailbox, inference thread and rollouts: who wrote what, where and when."""
 
-import contextlib
 import multiprocessing.forkserver
 import queue
 import random
@@ -8,12 +7,13 @@ import threading
 import time
 from collections import defaultdict, deque
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from edited import COUNTING, load, with_envs
 
 from dummy_sampler import RandomAgent
-from edited import COUNTING, load, with_envs
 
 
 @pytest.fixture
@@ -34,32 +34,31 @@ class Pipeline:
         self.inference = appo.Inference(args, spaces, self.agent, torch.device("cpu"))
         self.inference.episodes = deque()  # all of them instead of the last 100
         self.full, self.rollouts = self.inference.full, self.inference.rollouts
-        self.late = []
-        self.sampling = appo.sampling(args, self.inference, 0, lambda text, show=True: self.log.append(text), self.late)
+        self.actors = appo.Actors(args, self.inference, 0, lambda text, show=True: self.log.append(text))
+        self.sampling, self.stop = appo.sampling(self.inference, self.actors), appo.STOP
 
     def __enter__(self):
-        timer = threading.Timer(60, self.late.append, [f"the games did not start within a minute; {self.log}"])
+        timer = threading.Timer(60, setattr, (self.stop, "asked", 1.0))
         timer.start()
-        self.actors = self.sampling.__enter__()
+        self.sampling.__enter__()
         timer.cancel()
+        assert not self.stop, f"the environments did not start within a minute; {self.log}"
         return self
 
     def __exit__(self, *error):
         self.sampling.__exit__(*error)
+        self.stop.asked_at = None
         assert not [thread for thread in threading.enumerate() if thread.name == "inference"]
 
     def get(self) -> np.ndarray:
-        """Waits for the next full slots, and looks after the actors meanwhile, as the learner does."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            assert not self.late, self.late
-            self.actors.check()
-            with contextlib.suppress(queue.Empty):
-                item = self.full.get(timeout=0.1)
-                if isinstance(item, BaseException):
-                    raise item
-                return item[0]
-        raise AssertionError(f"no full slots within a minute; {self.log}")
+        """Waits for the next full slots."""
+        try:
+            item = self.full.get(timeout=60)
+        except queue.Empty:
+            raise AssertionError(f"no full slots within a minute; {self.log}") from None
+        if isinstance(item, BaseException):
+            raise item
+        return item[0]
 
     def batches(self):
         """Generator: yields whenever a whole batch was full and has been released."""
@@ -75,11 +74,8 @@ class Pipeline:
         """Waits for the next full slots; returns copies of their content and frees them."""
         slots, content = self.get(), []
         for slot in slots:
-            fields = {
-                name: np.array(np.asarray(field)[:, slot])
-                for name, field in vars(self.rollouts).items()
-                if name != "rnn_state"
-            }
+            fields = {name: np.array(np.asarray(field)[:, slot]) for name, field in vars(self.rollouts).items() if name not in ("obs", "rnn_state")}
+            fields |= {name: field[:, slot].numpy().copy() for name, field in self.rollouts.obs.items()}
             content.append(fields | dict(rnn_state=self.rollouts.rnn_state[slot].clone(), slot=slot))
         self.inference.release(slots)
         return content
@@ -109,7 +105,7 @@ def check_rollout(rollout: dict, T: int) -> tuple[int, int, int]:
     return me, int((~rollout["first"][1:]).sum()), ends
 
 
-def test_games_of_different_actors_draw_different_numbers_and_may_keep_actions(tmp_path):
+def test_environments_of_different_actors_draw_different_numbers_and_may_keep_actions(tmp_path):
     vector = "np.array([self.me, self.episode, self.count, self.length], np.float32)"
     draws = COUNTING.replace(vector, "np.array([np.random.random(), random.random(), torch.rand(()), self.changed], np.float32)")
     draws = draws.replace("    def reset(", "    kept, changed = None, 0\n\n    def reset(", 1)
@@ -143,11 +139,9 @@ def test_rollouts_are_whole_ordered_and_unmixed(appo):
         for rollout in rollouts:
             torch.testing.assert_close(rollout["rnn_state"][None], state, rtol=1e-4, atol=1e-4)
             for t in range(5):
-                fields = (
-                    torch.from_numpy(np.array(rollout[name][t]))[None, None] for name in ("obs", "vector", "first")
-                )
+                obs, vector, first = (torch.from_numpy(np.array(rollout[name][t]))[None, None] for name in ("obs", "vector", "first"))
                 with torch.no_grad():
-                    logits, value, state = agent(*fields, state, [0])
+                    logits, value, state = agent(dict(obs=obs, vector=vector), first, state)
                 logprob, _, _ = appo.evaluate_actions(
                     logits[0, 0], torch.from_numpy(rollout["actions"][t]), agent.heads
                 )
@@ -182,11 +176,11 @@ def test_back_pressure(appo):
         assert sorted(owned) == list(range(pipeline.slots)), "every slot is full, once"
         for item in items:
             pipeline.full.put(item)
-        actors.processes[0].kill()  # the requests that it leaves behind must not be served beside its successor's
-        while not (actors.restarts and actors.numpy.requests[0] == 2):
+        actors.actors[0].kill()  # the requests that it leaves behind must not be served beside its successor's
+        while not (actors.deaths and actors.served[0] == 2):
             assert time.monotonic() < deadline, pipeline.log
-            actors.check()
             time.sleep(0.05)
+        assert sorted(actors.requests) == [0, 1, 2, 3]
         last, taken = {}, 0
         while taken < 30 or len(last) < pipeline.rows + 4:  # more than 30 when the new actor is slow
             assert time.monotonic() < deadline, f"{len(last)} games: the new actor must play others than the one before"
@@ -196,13 +190,13 @@ def test_back_pressure(appo):
                 if me in last:
                     np.testing.assert_array_equal(last[me]["obs"][-1], rollout["obs"][0])
                 last[me] = rollout
-    assert len(last) == pipeline.rows + 4 and pipeline.inference.held > 0.5
+    assert len(last) == pipeline.rows + 4 and pipeline.inference.blocked > 0.5
 
 
 def test_slots_are_enough_in_every_order(appo):
     """Any number of workers, games, splits and batches; groups that come in the worst order, one at a time or all at once; and
     a learner that takes a batch only when nothing else can move: there is always one to take."""
-    rng, spaces = random.Random(0), appo.Spaces((2, 2, 1), 0, (2,))
+    rng, spaces = random.Random(0), appo.Spaces(dict(obs=gym.spaces.Box(0, 255, (2, 2, 1), np.uint8)), (2,))
     for i in range(60):
         workers, splits, n, T, ahead = (rng.randint(low, high) for low, high in ((1, 4), (1, 3), (1, 4), (1, 3), (0, 2)))
         rows, sync = workers * splits * n, rng.random() < 0.3
@@ -229,13 +223,13 @@ def test_a_killed_actor_breaks_one_transition_and_no_more(appo):
     with Pipeline(appo, worker_num_splits=1) as pipeline:
         for _ in range(6):
             pipeline.take()
-        pipeline.actors.processes[0].kill()
+        pipeline.actors.actors[0].kill()
         rollouts = []
         while not pipeline.log or len(rollouts) < 100:
             rollouts += pipeline.take()
         for _ in range(8):
             rollouts += pipeline.take()
-    assert "actor 0 died (exit code -9); starting it again" in pipeline.log[0]
+    assert "actor 0 died (exit code -9); starting another" in pipeline.log[0]
     broken = 0
     for rollout in rollouts:
         counter = rollout["vector"].astype(int)
@@ -257,18 +251,17 @@ def test_sync_survives_an_actor_killed_between_its_splits(tmp_path):
     with Pipeline(appo, sync=True, batch_size=40) as pipeline:
         actors, batches = pipeline.actors, pipeline.batches()
         actors.SHORT_LIFE = 0  # killed more often than it would put up with
-        for restarts in (1, 3, 5):
+        for deaths in (1, 3, 5):
             next(batches)
-            actors.processes[0].kill()
+            actors.actors[0].kill()
             deadline = time.monotonic() + 60
-            while actors.restarts < restarts or actors.numpy.requests[0] == 0:  # until one split has asked, and mostly not the other
+            while actors.starts[0] <= deaths or actors.served[0] == 0:  # until one split has asked, and mostly not the other
                 assert time.monotonic() < deadline, pipeline.log
-                actors.check()
                 time.sleep(0.01)
-            actors.processes[0].kill()
+            actors.actors[0].kill()
             for _ in range(4):
                 next(batches)
-    assert actors.restarts == 6
+    assert actors.deaths == 6
 
 
 SLOW = """
@@ -295,15 +288,14 @@ def slow_start(tmp_path, name: str, line: str) -> list[str]:
     return pipeline.log
 
 
-def test_games_that_start_slowly_are_no_hang(tmp_path, monkeypatch):
+def test_environments_that_start_slowly_are_no_hang(tmp_path, monkeypatch):
     """Eight seconds together, but each of them less than --actor-timeout; the fork server's own start is not the actor's time."""
     start = multiprocessing.forkserver.ensure_running
     monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", lambda: (time.sleep(6), start()))
     assert slow_start(tmp_path, "appo_slow", "time.sleep(2)") == []
 
 
-def test_a_game_that_hangs_while_it_starts_is_found(tmp_path):
+def test_an_environment_that_hangs_while_it_starts_is_found(tmp_path):
     hung = str(tmp_path / "hung")
     log = slow_start(tmp_path, "appo_hung", f"os.path.exists({hung!r}) or (open({hung!r}, 'w'), time.sleep(1000))")
-    assert len(log) == 1 and "actor 0 made no progress for 6 s while starting a game" in log[0]
-    assert "in reset" in log[0], "where it hung"
+    assert log == ["actor 0 hung for 6 s (its stack is above); starting another"]

@@ -1,5 +1,7 @@
 """Several processes under `torchrun`: the same steps as one, and what happens when one of them is lost."""
 
+import copy
+import fcntl
 import importlib
 import os
 import re
@@ -13,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
 from conftest import Run, left_behind, marked
 from edited import COUNTING, REPORTS, ROOT, edited, with_envs
 from test_algorithm import make_agent, make_batch
@@ -25,29 +26,47 @@ VARIANTS = ("appo_doom", "appo_atari", "appo_dmlab")
 def columns(batch, rows: slice):
     """Those rollouts of a batch."""
     part = {name: x[:, rows] for name, x in batch._asdict().items() if isinstance(x, torch.Tensor) and name != "rnn_state"}
+    obs = {name: x[:, rows] for name, x in batch.obs.items()}
     restarts = [0] + [t for t in range(1, len(part["first"])) if part["first"][t].any()]
-    return batch._replace(**part, rnn_state=batch.rnn_state[rows], restarts=restarts, size=int(part["mask"].sum()))
+    return batch._replace(**part, obs=obs, rnn_state=batch.rnn_state[rows], restarts=restarts)
 
 
-def learn(name: str, rows: slice):
-    """Four iterations of a learner whose batches are `rows` of those of a single process. Returns weights, statistics and metrics."""
+def learn(name: str, rows: slice) -> dict:
+    """A learner whose batches are `rows` of those of a single process. What came of it."""
     appo = importlib.import_module(name)
     torch.manual_seed(0)
     args, agent = make_agent(appo, num_epochs=2)
-    empty = SimpleNamespace(compiling=np.zeros(1), unsaved=np.zeros(1))
-    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, episodes=[[rows.start]],
-                                served=0, batches=0, idle=0.0, held=0.0, numpy=empty)  # fmt: skip
+    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None)
     learner = appo.Learner(args, agent, inference, torch.device("cpu"))
     learner.optimizer = torch.optim.SGD(agent.parameters(), 0.05)  # Adam makes large steps of rounding errors in tiny gradients
-    for i in range(4):
-        whole = make_batch(appo, agent, T=6, B=6, seed=i)
+    old, seen, start = args.max_policy_lag, [], copy.deepcopy(agent.state_dict())
+
+    def iterate(i: int, spoil=lambda whole: None):
+        whole, lag = make_batch(appo, agent, T=6, B=6, seed=i), np.arange(36).reshape(6, 6)
+        spoil(whole)
         if i == 2:
-            whole.mask[:, 4:] = False  # the last rank has no usable sample
-        batch = columns(whole, rows)
-        valid = int((~batch.first[1:]).sum())
-        learner.gather = lambda slots: (batch, np.arange(valid) + rows.start)
-        metrics = learner.iterate(None, timed_out=rows.start == 4 and i == 3)
-    return agent.state_dict(), metrics, [learner.global_step, learner.version, learner.skipped, learner.total("timed_out")]
+            lag[:, 4:] = old  # the last rank has no usable sample
+        if i == 3:
+            lag[:] = old  # nobody has
+        batch = columns(whole._replace(mask=whole.mask & torch.from_numpy(lag < old)), rows)
+        learner.gather = lambda slots: (batch, lag[:, rows][~batch.first[1:].numpy()])
+        return learner.iterate(None)
+
+    for i in range(5):
+        seen.append(iterate(i))
+    counts, weights = (learner.global_step, learner.version, learner.skipped), copy.deepcopy(agent.state_dict())
+    assert max((weights[key] - start[key]).abs().max() for key in weights if key.endswith("weight")) > 1e-3
+    if fractions := [key for key, space in agent.spaces.obs.items() if space.dtype.kind == "f"]:
+        with pytest.raises(FloatingPointError, match="an observation is not finite"):  # the last rank's
+            iterate(5, lambda whole: whole.obs[fractions[0]][2, 5].fill_(torch.inf))
+    with pytest.raises(FloatingPointError, match="the loss"):
+        iterate(6, lambda whole: whole.rewards[2, 5].fill_(torch.nan))
+    assert all(torch.equal(weights[key], x) for key, x in agent.state_dict().items())
+    if dist.is_initialized() and rows.start == 4:  # the last rank ends the run, for all of them
+        learner.sum_counts(left=1)
+    elif dist.is_initialized():
+        assert iterate(7) is None and learner.waited_for_ranks > 0
+    return dict(weights=weights, metrics=seen, counts=counts)
 
 
 def one_rank(rank: int, name: str, folder: str, parts: list[slice]) -> None:
@@ -55,6 +74,7 @@ def one_rank(rank: int, name: str, folder: str, parts: list[slice]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=len(parts))
     torch.save(learn(name, parts[rank]), f"{folder}/{rank}.pt")
     dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -62,15 +82,17 @@ def test_ranks_take_the_step_of_one_process_with_all_samples(name, tmp_path):
     parts = [slice(0, 3), slice(3, 4), slice(4, 6)]
     mp.spawn(one_rank, (name, str(tmp_path), parts), nprocs=len(parts))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(len(parts))]
-    weights, metrics, counts = learn(name, slice(0, 6))
-    start = make_agent(importlib.import_module(name))[1].state_dict()
-    assert max((weights[key] - start[key]).abs().max() for key in weights if key.endswith("weight")) > 1e-3
-    for theirs, their_metrics, their_counts in ranks:
-        assert all(torch.equal(theirs[key], ranks[0][0][key]) for key in weights), "equal on all ranks to the bit"
-        torch.testing.assert_close(theirs, weights, rtol=1e-5, atol=1e-5)
-        assert their_metrics == ranks[0][1] and their_counts[:3] == counts[:3] and their_counts[3] == 1
-        for key in metrics.keys() - {"lag/mean", "lag/max"}:
-            assert their_metrics[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-4), key
+    one = learn(name, slice(0, 6))
+    assert one["counts"][2] == 1 and [len(metrics) > 3 for metrics in one["metrics"]] == [False, True, True, False, True]
+    for rank in ranks:
+        assert all(torch.equal(x, ranks[0]["weights"][key]) for key, x in rank["weights"].items()), "equal on all ranks to the bit, statistics too"
+        torch.testing.assert_close(rank["weights"], one["weights"], rtol=1e-5, atol=1e-5)
+        assert rank["counts"] == one["counts"]
+        for theirs, metrics in zip(rank["metrics"], one["metrics"]):
+            assert theirs.keys() == metrics.keys()
+            for key in metrics.keys() - {"lag/max"}:  # which is each rank's own
+                assert theirs[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-4), key
+    assert max(rank["metrics"][4]["lag/max"] for rank in ranks) == one["metrics"][4]["lag/max"]
 
 
 # ---- as a user starts it
@@ -100,15 +122,15 @@ def checkpoint(r) -> dict:
 
 
 def test_two_ranks_train_and_resume(run, tmp_path):
-    """Both play games of their own; the slower one is named; what they have learned goes on in one process."""
+    """Both have environments of their own; that one is slower is said; what they have learned goes on in one process."""
     line = "        if seed is not None:\n"
     note = f"            open({str(tmp_path / 'seeds')!r}, 'a').write(os.environ['RANK'] + f' {{seed}}\\n')\n"
     slow = ("        self.count += 1\n", "        self.count += 1\n        __import__('time').sleep(0.02 * int(os.environ['RANK']))\n")
     script = with_envs(tmp_path, "appo_ranks", COUNTING.replace(*slow).replace(line, line + note), REPORTS)
     r = run(*SMALL, "--total-timesteps", "1500", script=script, launcher=TWO)
     assert r.wait(90) == 0, r.text()
-    assert "2 ranks like this: 8 games, 64 samples per update" in r.text() and r.text().count("parameters on cpu") == 1
-    assert r.text().count("done: ") == 1 and "bottleneck: rank 1" in r.text()
+    assert "2 ranks like this: 8 environments, 64 samples per update" in r.text() and r.text().count("parameters on cpu") == 1
+    assert r.text().count("done: ") == 1 and "bottleneck: another rank" in r.text()
     seeds = [line.split() for line in (tmp_path / "seeds").read_text().splitlines()]
     first, second = ({seed for rank, seed in seeds if rank == which} for which in "01")
     assert len(first) == len(second) == 4 and not first & second
@@ -132,13 +154,23 @@ def test_ranks_without_asynchrony(run, flags):
 
 
 @pytest.mark.parametrize(("launcher", "name", "flags", "sentence"), [
-    ((), "appo_doom", ("--experiment", "e", "--evaluate"), "--evaluate is for one process, without torchrun"),
-    (("--max-restarts", "1"), "appo_doom", (), "torchrun --max-restarts goes on with a run by its name: give it an --experiment"),
-    ((), "appo_pbt_doom", (), "this is not for torchrun"),
+    ((), "appo_doom", ("--experiment", "e", "--evaluate"), "error: --evaluate needs the name of an --experiment, and is for one process, without torchrun"),
+    (("--max-restarts", "1"), "appo_doom", (), "error: torchrun --max-restarts can only go on with a run that has a name: give it an --experiment"),
+    ((), "appo_doom", ("--env-idd", "basic"), "Unrecognized options: --env-idd"),
+    ((), "appo_doom", ("--help",), "appo_doom.py [-h] [OPTIONS]"),
+    ((), "appo_doom", ("--experiment", "used", "--device", "cpu"), "error: another run is using "),
+    ((), "appo_doom", ("--device", "gpu"), "error: --device gpu: Expected one of cpu, cuda, "),
+    ((), "appo_pbt_doom", (), "error: this is not for torchrun"),
 ])  # fmt: skip
-def test_what_is_refused(run, launcher, name, flags, sentence):
-    r = run(*flags, script=ROOT / f"{name}.py", launcher=(*TWO, *launcher))
-    assert r.wait(60) == 1 and f"error: {sentence}" in r.text()
+def test_what_ends_the_first_rank_ends_the_others_in_silence(run, tmp_path, launcher, name, flags, sentence):
+    (tmp_path / "used").mkdir()
+    with open(tmp_path / "used" / "log.txt", "w") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        r = run(*flags, script=ROOT / f"{name}.py", launcher=(*TWO, *launcher))
+        assert r.wait(60) == (flags != ("--help",)), r.text()
+    if name != "appo_pbt_doom":  # there each process says it
+        assert r.text().count(sentence) == 1 + len(launcher) // 2, r.text()  # once in every attempt
+    assert sentence in r.text() and f"{name}.py\", line" not in r.text(), "no traceback of ours"
 
 
 def test_shared_memory_of_all_ranks_of_a_machine(monkeypatch):
@@ -167,7 +199,7 @@ def test_a_signal_stops_all_ranks_and_nothing_starts_again(start, who):
     os.kill(r.process.pid if who == "the launcher" else rank_pids(r)[1], signal.SIGINT)
     assert (r.wait(30) == 0) == (who == "a rank")
     assert "resuming" not in r.text()
-    assert r.text().count("stopped: ") == 1 and checkpoint(r)["version"] > 0
+    assert len(re.findall("(stopped|done): ", r.text())) == 1 and checkpoint(r)["version"] > 0
 
 
 def test_the_end_of_the_launcher_stops_all_ranks(start):
@@ -179,24 +211,24 @@ def test_the_end_of_the_launcher_stops_all_ranks(start):
 
 
 def test_a_killed_rank_ends_all_and_torchrun_starts_them_again(start):
-    """Also when it is lost before the ranks have found each other, and the next one does not find the dead."""
-    join = '    name = str(time.time_ns()) if rank == 0 else ""\n'
+    """Each rank twice; once before the ranks have found each other, and the next one does not find the dead."""
+    meet = '    store, rank, ranks = next(dist.rendezvous("env://"))\n'
     count = 'os.environ["TORCHELASTIC_RESTART_COUNT"]'
-    lost = f"    if rank == 1 and {count} == '0':\n        time.sleep(2)\n        os._exit(7)\n"
-    late = f"    if rank == 0 and {count} == '1':\n        time.sleep(4)\n"
-    r = start(launcher=(*TWO, "--max-restarts", "2"), edits=[(join, lost + late + join)])
-    before = rank_pids(r)
-    shares, cores = [os.sched_getaffinity(pid) for pid in before], os.sched_getaffinity(0)
-    assert {len(share) for share in shares} == {max(1, len(cores) // 2)} and set.union(*shares) <= cores
-    assert len(cores) == 1 or not set.intersection(*shares), "cores of their own"
-    os.kill(before[1], signal.SIGKILL)
-    r.wait_for(lambda: "resuming" in r.text() and r.text().split("resuming")[1].count("frames/s") > 0, 60, "the restart")
-    assert "rank 0: another rank has ended or cannot be reached" in r.text()
-    after = rank_pids(r)
-    assert not set(before) & set(after)
-    os.kill(after[0], signal.SIGKILL)
+    lost = f"    if os.environ['RANK'] == '1' and {count} == '0':\n        time.sleep(2)\n        os._exit(7)\n"
+    late = f"    if os.environ['RANK'] == '0' and {count} == '1':\n        time.sleep(4)\n"
+    r = start("--save-every-sec", "0.5", launcher=(*TWO, "--max-restarts", "4"), edits=[(meet, lost + late + meet)])
+    for i, rank in enumerate((1, 0, 0)):
+        before, step = rank_pids(r), checkpoint(r)["global_step"] if i else 0
+        shares, cores = [os.sched_getaffinity(pid) for pid in before], os.sched_getaffinity(0)
+        assert {len(share) for share in shares} == {max(1, len(cores) // 2)} and set.union(*shares) <= cores
+        assert len(cores) == 1 or not set.intersection(*shares), "cores of their own"
+        r.wait_for(lambda: list((r.folder / "e" / "checkpoints").glob("checkpoint_*")), 30, "a checkpoint")
+        os.kill(before[rank], signal.SIGKILL)
+        r.wait_for(lambda: r.text().count("resuming") > i and r.text().rpartition("resuming")[2].count("frames/s") > 0, 60, "the restart")
+        assert not set(before) & set(rank_pids(r)) and checkpoint(r)["global_step"] > step
+    os.kill(rank_pids(r)[1], signal.SIGKILL)
     assert r.wait(30) == 1
-    assert re.search(r"rank +: 0 .*\n +exitcode +: -9", r.text().split("Root Cause")[1]), "the reason is last"
+    assert re.search(r"rank +: 1 .*\n +exitcode +: -9", r.text().split("Root Cause")[1]), "the reason is last"
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all(run, tmp_path):

@@ -66,7 +66,7 @@ def test_another_environment(run, tmp_path):
     script = edited(tmp_path, "cartpole", edit(blocks("diff")[0]))  # the other is in test_pbt.py
     r = run("--env-id", "CartPole-v1", "--frameskip", "1", "--experiment", "e", "--num-workers", "2", "--num-envs-per-worker", "2",
             "--rollout", "8", "--batch-size", "32", "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "300", script=script)  # fmt: skip
-    assert r.wait(120) == 0 and "0 actors restarted" in r.text()
+    assert r.wait(120) == 0 and "0 actors replaced" in r.text()
 
 
 def test_loading_a_policy(run, tmp_path):
@@ -77,7 +77,7 @@ def test_loading_a_policy(run, tmp_path):
     assert len(code.splitlines()) <= 6
     code += """
 assert logits.shape == (1, 1, 4) and values.shape == (1, 1) and action.shape == (1, 1) and state.shape == (1, agent.state_size)
-assert step >= 130 and args.device == "cpu" and agent.image_norm.count > 0
+assert step >= 130 and args.device == "cpu" and agent.normalizers["obs"].count > 0
 envs.close()
 """
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
@@ -96,7 +96,7 @@ def test_where_to_look_is_there():
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names |= {node.name} | {f"{node.name}.{child.name}" for child in ast.walk(node) if isinstance(child, ast.FunctionDef)}
     table = README.split("| where to look |")[1].split("\n\n")[0]
-    named = re.findall(r"`([\w.]+)`", table) + ["make_envs", "Agent.forward", "evaluate", "split_observation"]
+    named = re.findall(r"`([\w.]+)`", table) + ["make_envs", "Agent.forward", "evaluate", "by_name"]
     assert [name for name in named if name not in names] == []
 
 

@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from edited import ROOT, edited
 
 VARIANTS = ("appo_doom.py", "appo_atari.py", "appo_dmlab.py", "appo_pbt_doom.py")
@@ -37,7 +37,7 @@ MUTANTS = {
         "batch, lags = self.gather(slots)\n        if not args.sync:\n            self.inference.release(slots)\n",
         "self.inference.release(slots)\n        batch, lags = self.gather(slots)\n")),
     "the learner does not wait for what inference wrote": ("race", (
-        "more, event = item\n            wait_event(event)", "more, event = item\n")),
+        "slots, event = item\n                wait_event(event)", "slots, event = item\n")),
     "inference hands over slots without an event": ("race", (
         "            event = record_event(self.device)\n", "            event = None\n")),
     "nobody waits for a policy": ("race", ("            wait_event(policy.event)\n", "")),
@@ -46,7 +46,7 @@ MUTANTS = {
     "a reply before the actions are there": ("unfinished", ("actions.cpu().numpy()", 'actions.to("cpu", non_blocking=True).numpy()')),
     "a reply before the mailbox was copied": ("mailbox", ("actions.cpu().numpy()", "torch.zeros(actions.shape, dtype=torch.int64).numpy()")),
     "a reply before the mailbox is read": ("mailbox", (
-        "                    served = set(self.serve(", "                    actors.reply(waiting)\n                    served = set(self.serve(")),
+        "actors.reply(self.serve(actors.requests))", "waiting = actors.requests; actors.reply(waiting); self.serve(waiting)")),
     "the mailbox is unpinned before it was copied": ("unpinned", ("torch.cuda.synchronize(self.device)", "pass")),
     "every publish is a new copy": ("freed", (
         "self.current, self.spare = spare, self.current\n",
@@ -108,61 +108,60 @@ def test_a_missing_synchronisation_is_found(play, tmp_path, mutant):
 
 def order(appo, ahead: int, until_report: bool) -> None:
     """The real `train`, with its two threads. Random numbers come in the place of games."""
+    import simulated_cuda as cuda
     import torch
 
-    import simulated_cuda as cuda
-
     class Actors:
-        """In their place. A group that has got its actions asks for more at once, but its games have only stepped when that is read, or is read
-        another time."""
+        """In their place. A group that has got its actions may have stepped whenever inference looks, and asks for more."""
 
-        restarts = 0
+        deaths = 0
 
-        def __init__(self, args, mailbox, requests, session, log):
-            self.mailbox, self.numpy, self.requests = mailbox, mailbox.numpy(), requests
-            self.playing, self.rng = set(), np.random.default_rng(0)
+        def __init__(self, args, inference, *_, **__):
+            self.inference, self.numpy = inference, inference.mailbox.numpy()
+            self.requests, self.playing, self.rng = [], set(), np.random.default_rng(0)
+            if hasattr(appo, "train_policy"):  # there the main process starts them
+                self.start_all()
 
         def start_all(self) -> None:
-            self.reply([(group, 0) for group in range(GROUPS)])
+            self.reply(list(range(GROUPS)))
 
-        def reply(self, requests) -> None:
-            for group, _ in requests:
+        def reply(self, groups: list[int]) -> None:
+            self.requests = [group for group in self.requests if group not in groups]
+            for group in groups:
                 rows = slice(group * ROWS, group * ROWS + ROWS)
-                cuda.give_away(self.mailbox.obs[rows])
-                cuda.give_away(self.mailbox.vector[rows])
-                self.numpy.reward[rows] = self.numpy.vector[rows] = np.nan  # a loss with one of these in it ends the run
+                for part in self.inference.mailbox.obs.values():
+                    cuda.give_away(part[rows])
+                self.numpy.reward[rows] = np.nan  # a loss with one of these in it ends the run
+                if "vector" in self.numpy.obs:
+                    self.numpy.obs["vector"][rows] = np.nan
                 self.playing.add(group)
-                self.request(group)
 
-        def request(self, group: int) -> None:
-            os.write(self.requests.fileno(), appo.REQUEST.pack(group, 0))
-
-        def is_current(self, group: int, incarnation: int) -> bool:
-            if group in self.playing and self.rng.random() < 0.3:
-                self.request(group)
-                return False
-            if group in self.playing:
-                rows = slice(group * ROWS, group * ROWS + ROWS)
-                cuda.take_back(self.mailbox.obs[rows])
-                cuda.take_back(self.mailbox.vector[rows])
-                write_rows(appo, self.numpy, rows, self.rng)
-                self.playing.remove(group)
-            return True
-
-        def wait_for_games(self, stop_signals) -> None:
-            pass
-
-        def check(self) -> None:
+        def wait(self, timeout=None) -> None:
             if until_report and cuda.reports:
-                raise KeyboardInterrupt
+                appo.STOP.asked_at = 1.0
+            if select.select([self.inference.bell], [], [], 0 if self.playing else 60)[0]:
+                os.eventfd_read(self.inference.bell)
+            blocked = set(self.requests)
+            for group in sorted(self.playing):
+                if self.rng.random() < 0.7:
+                    rows = slice(group * ROWS, group * ROWS + ROWS)
+                    for part in self.inference.mailbox.obs.values():
+                        cuda.take_back(part[rows])
+                    write_rows(appo, self.numpy, rows, self.rng)
+                    self.playing.remove(group)
+                    self.requests.append(group)
+            # Of an actor that has died meanwhile nothing is served. (What is blocked may be under a copy: it ends long before another has started.)
+            for worker in np.flatnonzero(self.rng.random(SIZES["num_workers"]) < 0.1):
+                self.deaths += 1
+                self.reply([group for group in self.requests if group // SIZES["worker_num_splits"] == worker and group not in blocked])
 
-        def stop(self, patience) -> None:
+        def stop(self) -> None:
             pass
 
     class Rollouts(appo.Rollouts):
         def __init__(self, spaces, T, slots, state_size, device):
             super().__init__(spaces, T, slots, state_size, device)
-            for field in vars(self).values():
+            for field in appo.fields_of(self):
                 if isinstance(field, torch.Tensor):
                     field.block.divide(slots)
 
@@ -183,13 +182,8 @@ def order(appo, ahead: int, until_report: bool) -> None:
         def send(self, report) -> None:
             pass
 
-    def replies(args, mailbox, pipe) -> Actors:
-        actors = Actors(args, mailbox, pipe, 0, None)
-        actors.start_all()
-        return actors
-
-    spaces = appo.Spaces(IMAGE, 3, (3, 2))
-    appo.Actors, appo.Rollouts, appo.Replies = Actors, Rollouts, replies
+    spaces = make_spaces(appo, 3, (3, 2))
+    appo.Actors, appo.Rollouts = Actors, Rollouts
     appo.spaces_of = lambda args: (spaces, 1) if hasattr(appo, "train_policy") else spaces
     for cls, name in ((appo.Inference, "serve"), (appo.Inference, "act"), (appo.Learner, "gather"), (appo.Learner, "update"),
                       (appo.Agent, "update_normalizers"), (appo.Learner, "publish")):  # fmt: skip
@@ -199,16 +193,28 @@ def order(appo, ahead: int, until_report: bool) -> None:
 
     def train(args, folder: Path) -> None:
         if not hasattr(appo, "train_policy"):
+            if hasattr(appo, "lab_module"):
+                appo.lab_module()  # as parse_args does
             appo.train(args, folder)
             return
-        mailbox, pipe = appo.Mailbox(spaces, GROUPS * ROWS, args.num_workers, GROUPS, 0), appo.mp.Pipe(duplex=False)
-        appo.train_policy(appo.resolve(args), 0, folder, spaces, mailbox, pipe, pipe[1], Orders())
+        appo.train_policy(appo.resolve(args), 0, folder, spaces, appo.Mailbox(spaces, GROUPS * ROWS, 0), Orders(), None)
 
     with tempfile.TemporaryDirectory() as folder, cuda.Device():
         train(args, Path(folder))
         if not until_report:  # resumed, and with the slots freed after the update
             train(replace(args, total_timesteps=400, sync=True), Path(folder))
     assert not cuda.pinned
+
+
+def make_spaces(appo, vector: int, heads: tuple[int, ...]):
+    """An image, and a vector of that length or none; in Lab's file what its network sees."""
+    Box = appo.gym.spaces.Box
+    obs = dict(obs=Box(0, 255, IMAGE, np.uint8))
+    if hasattr(appo, "PopArt"):
+        obs |= dict(words=Box(0, 999, (appo.WORDS,), np.int64), task=Box(0, 0, (), np.int64))
+    elif vector:
+        obs["vector"] = Box(-np.inf, np.inf, (vector,), np.float32)
+    return appo.Spaces(obs, heads)
 
 
 def sized(appo, **settings):
@@ -218,19 +224,17 @@ def sized(appo, **settings):
 
 def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
     """Inference and learner in one thread, with the same mailbox and seed on the CPU and on the device."""
-    import torch
-
     import simulated_cuda as cuda
+    import torch
 
     def run(kind: str) -> dict:
         torch.manual_seed(0)
         rng, device = np.random.default_rng(0), torch.device(kind)
-        spaces = appo.Spaces(IMAGE, vector + 2 * hasattr(appo, "PopArt"), tuple(heads))
+        spaces = make_spaces(appo, vector, tuple(heads))
         args = appo.resolve(sized(appo, device=kind, precision="float32", rnn_type=rnn, rollout=8, batch_size=128, hidden_size=32))
-        agent, memory = appo.Agent(spaces, args).to(device), ()
-        if hasattr(appo, "train_policy"):
-            memory = appo.Mailbox(spaces, GROUPS * ROWS, args.num_workers, GROUPS, 0), appo.mp.Pipe(duplex=False)
-        inference = appo.Inference(args, spaces, agent, device, *memory)
+        agent = appo.Agent(spaces, args).to(device)
+        mailbox = [appo.Mailbox(spaces, GROUPS * ROWS, 0)] if hasattr(appo, "train_policy") else []
+        inference = appo.Inference(args, spaces, agent, device, *mailbox)
         learner = appo.Learner(args, agent, inference, device)
         if kind == "cuda":
             torch.cuda.synchronize()
@@ -260,11 +264,10 @@ def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
 
 def write_rows(appo, numpy, rows: slice, rng: np.random.Generator) -> None:
     """What games might write into the mailbox."""
-    numpy.obs[rows] = rng.integers(0, 256, numpy.obs[rows].shape)
-    numpy.vector[rows] = rng.normal(size=numpy.vector[rows].shape)
-    if hasattr(appo, "PopArt"):  # there a task's number, of which there is one, and those of words
-        numpy.vector[rows] = rng.integers(appo.VOCABULARY, size=numpy.vector[rows].shape)
-        numpy.vector[rows, 0] = 0
+    below = dict(obs=256, words=1000, task=1)
+    for name, part in numpy.obs.items():
+        shape = part[rows].shape
+        part[rows] = rng.integers(0, below[name], shape) if name in below else rng.normal(size=shape)
     numpy.reward[rows] = rng.normal(size=ROWS)
     numpy.first[rows], numpy.terminated[rows] = rng.random((2, ROWS)) < 0.1
     if hasattr(numpy, "inactive"):

@@ -1,7 +1,9 @@
 """The real `train` over the counting environment, in this process: versions, lag, what a resumed run goes on with."""
 
+import builtins
 import contextlib
 import copy
+import gc
 import itertools
 import time
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ def train(appo, tmp_path):
     def train(**settings) -> int:
         small = dict(num_workers=0, num_envs_per_worker=4, rollout=5, hidden_size=32, total_timesteps=200, device="cpu",
                      inference_threads=1, learner_threads=1)  # fmt: skip
+        gc.collect()  # the log of the run before it in this process
         return appo.train(appo.Args(**small | settings), tmp_path / "run")
 
     return train
@@ -33,11 +36,11 @@ def iterations(appo, monkeypatch):
     """Of every iteration: the learner's version, the versions and slots of the batch, the metrics, and the batch's environments."""
     seen, iterate = [], appo.Learner.iterate
 
-    def spy(self, slots, timed_out):
+    def spy(self, slots):
         r = self.inference.rollouts
         before = self.version, r.versions[:, slots].copy(), slots.tolist()
-        environments = r.vector[0, slots, 0].int().tolist()
-        metrics = iterate(self, slots, timed_out)
+        environments = r.obs["vector"][0, slots, 0].int().tolist()
+        metrics = iterate(self, slots)
         seen.append((*before, metrics, environments))
         return metrics
 
@@ -122,8 +125,23 @@ def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(train, tmp_pa
     assert f"resuming {tmp_path / 'run'} at step {before['global_step']:,}\n" in capsys.readouterr().out
     after = newest(tmp_path)
     assert after["global_step"] >= 400 and after["version"] > before["version"]
-    for checkpoint in (before, after):
-        assert checkpoint["agent"]["vector_norm.count"] == checkpoint["global_step"], "statistics are of the valid samples"
+
+
+def test_statistics_of_the_inputs_are_of_the_valid_samples(appo, train, tmp_path, monkeypatch):
+    """Of every fourth step."""
+    sums, gather = np.zeros(2), appo.Learner.gather
+
+    def spy(self, slots):
+        batch, lags = gather(self, slots)
+        valid = ~batch.first[1:][::4]
+        sums[:] += int(valid.sum()), float(batch.obs["vector"][:-1:4, :, 2][valid].sum())  # the number of the step in its episode
+        return batch, lags
+
+    monkeypatch.setattr(appo.Learner, "gather", spy)
+    assert train() == 0
+    agent = newest(tmp_path)["agent"]
+    assert agent["normalizers.vector.count"] == agent["normalizers.obs.count"] == sums[0] > 50
+    assert agent["normalizers.vector.mean"][2].item() == pytest.approx(sums[1] / sums[0], rel=1e-4)
 
 
 def test_a_resumed_run_goes_on_with_what_was_saved(appo, train, tmp_path, monkeypatch):
@@ -131,11 +149,11 @@ def test_a_resumed_run_goes_on_with_what_was_saved(appo, train, tmp_path, monkey
     assert train() == 0
     saved, seen, iterate = newest(tmp_path), [], appo.Learner.iterate
 
-    def spy(self, slots, timed_out):
+    def spy(self, slots):
         acting = self.inference.acting.current
         found = self.agent.state_dict(), acting.agent.state_dict(), self.optimizer.state_dict()["state"], acting.version
         seen.append(copy.deepcopy(found))
-        return iterate(self, slots, timed_out)
+        return iterate(self, slots)
 
     monkeypatch.setattr(appo.Learner, "iterate", spy)
     assert train(total_timesteps=400) == 0
@@ -173,14 +191,14 @@ def test_the_last_two_are_kept_and_whole(appo, train, tmp_path, monkeypatch):
 def test_evaluation_keeps_its_state_and_plays_as_told(appo, train, tmp_path, monkeypatch):
     assert train() == 0
     folder, passes, played = tmp_path / "run", [], []
-    forward, step = appo.Agent.forward, appo.Games.step
+    forward, step = appo.Agent.forward, appo.WorkerEnvs.step
 
-    def spy(self, obs, vector, first, state, *rest):
-        passes.append((state, *forward(self, obs, vector, first, state, *rest)))
+    def spy(self, obs, first, state, *rest):
+        passes.append((state, *forward(self, obs, first, state, *rest)))
         return passes[-1][1:]
 
     monkeypatch.setattr(appo.Agent, "forward", spy)
-    monkeypatch.setattr(appo.Games, "step", lambda self, split: (played.append(self.mailbox.action.copy()), step(self, split)))
+    monkeypatch.setattr(appo.WorkerEnvs, "step", lambda self, split: (played.append(self.mailbox.action.copy()), step(self, split)))
     args = appo.Args(**appo.saved_args(folder) | dict(eval_episodes=20, eval_deterministic=True))
     assert len(appo.evaluate(args, folder)) == 20
     assert len(passes) == len(played) > 5
@@ -213,3 +231,41 @@ def test_a_resumed_run_does_not_play_the_same_games_again(appo, train, iteration
         assert train(num_workers=workers, batch_size=20, total_timesteps=steps) == 0
         sessions.append({environment for *_, environments in iterations for environment in environments})
     assert len(set.union(*sessions)) == 3 * 4
+
+
+def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch):
+    """Stopped before the first update: an evaluation would play an untrained network."""
+    with monkeypatch.context() as stopped:
+        stopped.setattr(appo.Learner, "collect", lambda self: None)
+        assert train() == 0 and checkpoints(tmp_path) == []
+    assert train() == 0
+    files = checkpoints(tmp_path)
+    monkeypatch.setattr(appo.Learner, "collect", lambda self: None)
+    assert train(total_timesteps=400) == 0 and checkpoints(tmp_path) == files
+
+
+@pytest.mark.parametrize("error, saves", [("FloatingPointError", True), ("UserError", True), ("RuntimeError", False), ("KeyboardInterrupt", False)])
+def test_what_nobody_foresaw_does_not_save(appo, train, tmp_path, monkeypatch, error, saves):
+    """Its weights may be what is wrong, and an older good checkpoint would go."""
+    update, count = appo.Reporter.update, itertools.count()
+    error = getattr(appo, error, None) or getattr(builtins, error)
+
+    def fail(self, metrics):
+        if next(count) == 5:
+            raise error("now")
+        return update(self, metrics)
+
+    monkeypatch.setattr(appo.Reporter, "update", fail)
+    with pytest.raises(error):
+        train()
+    assert bool(checkpoints(tmp_path)) == saves
+
+
+def test_an_evaluation_that_fails_closes_its_environments(appo, train, tmp_path, monkeypatch):
+    assert train() == 0
+    closed = []
+    monkeypatch.setattr(appo.WorkerEnvs, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(appo.WorkerEnvs, "step", lambda self, split: [][0])
+    with pytest.raises(IndexError):
+        appo.evaluate(appo.Args(**appo.saved_args(tmp_path / "run")), tmp_path / "run")
+    assert len(closed) == 1
