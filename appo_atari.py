@@ -64,7 +64,6 @@ import faulthandler
 import fcntl
 import functools
 import json
-import math
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -78,7 +77,7 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,7 +141,7 @@ class Args:
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """replace an actor when a step of its environments, or the start of one, takes more seconds"""
+    """seconds after which a step of an actor's environments, or the start of one, counts as hung. (So does a pause.)"""
     inference_threads: int | None = None  # CPU threads of inference (of each rank). Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner (of each rank). Default: by the number of cores
 
@@ -231,13 +230,12 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
                         f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
     rows = max(1, args.num_workers) * args.num_envs_per_worker
-    if args.batch_size is None:
-        if args.sync:  # one rollout of every row
-            args.batch_size = rows * args.rollout
-        else:
-            power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE))
-            args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
-    if args.batch_size < args.rollout or args.batch_size % args.rollout:
+    if args.batch_size is None and args.sync:  # one rollout of every row
+        args.batch_size = rows * args.rollout
+    elif args.batch_size is None:
+        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE))
+        args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
+    if args.batch_size % args.rollout:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
     if args.sync and args.batch_size != rows * args.rollout:
         raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} is not {rows} rows x "
@@ -245,26 +243,18 @@ def resolve(args: Args) -> Args:
     return args
 
 
-class Stop:
+STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
+
+
+def on_signal(number: int, frame) -> None:
     """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
     at it twice a second, `learn` saves what is new, `sampling` ends the actors, and the exit code is 130. One that
     comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
     sent twice by a launcher, and while a checkpoint is being written it does nothing."""
-
-    def __init__(self):
-        self.asked_at, self.writing = None, False
-
-    def __bool__(self) -> bool:
-        return self.asked_at is not None
-
-    def __call__(self, number: int, frame) -> None:
-        self.asked_at = self.asked_at or time.monotonic()
-        if time.monotonic() - self.asked_at > 1.0 and not self.writing:
-            os.write(2, b"\nstopped at once\n")
-            os._exit(130)
-
-
-STOP = Stop()
+    STOP.asked_at = STOP.asked_at or time.monotonic()
+    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
+        os.write(2, b"\nstopped at once\n")
+        os._exit(130)
 
 
 # Under `torchrun` each of its processes ("ranks") runs this whole pipeline, with actors of its own, and all of them
@@ -285,7 +275,9 @@ def join_ranks() -> None:
     share = len(cores) // n  # the same for all: they wait for the slowest
     os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
     store, rank, ranks = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)  # it still has the addresses of the dead
+    if n == ranks:  # after a restart on one machine the store still has the addresses of the dead, and NCCL's last word
+        store.delete_key("exception_dump")
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 
@@ -312,6 +304,8 @@ def from_first_rank(function):
             result = [(function(),)]
     finally:
         dist.broadcast_object_list(result)
+        if not result[0]:
+            dist.destroy_process_group()  # its threads could turn this end into a crash
     return result[0][0] if result[0] else sys.exit(0)
 
 
@@ -683,10 +677,10 @@ class Agent(nn.Module):
         return self.actor(x), self.critic(x).squeeze(-1), state
 
     def update_normalizers(self, obs: dict[str, torch.Tensor], valid: torch.Tensor) -> None:
-        """obs by name [T, B, ...], valid bool [T, B]"""
+        """obs by name [T or T+1, B, ...], valid bool [T, B]"""
         if self.normalize:
             for name, normalizer in self.normalizers.items():  # of every fourth step: neighbours in time hardly differ
-                normalizer.update(obs[name][::4].flatten(0, 1), valid[::4].flatten())
+                normalizer.update(obs[name][: len(valid) : 4].flatten(0, 1), valid[::4].flatten())
 
 
 def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
@@ -768,7 +762,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
-    ratio = log_ratio.clamp(math.log(0.05), math.log(20.0)).exp()  # Sample Factory's band; no gradient outside
+    ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
     vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
@@ -823,6 +817,9 @@ class WorkerEnvs:
 
     def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int, before_start=lambda: None):
         """mailbox: its arrays; before_start: called before each environment is started, which may take seconds."""
+        random.seed(seed)  # for environments that draw from these: forked actors would all have the same numbers
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         S = args.worker_num_splits
         n = args.num_envs_per_worker // S
         self.args, self.mailbox, self.seed, self.n, self.before_start = args, mailbox, seed, n, before_start
@@ -872,13 +869,6 @@ def env_seed(*entropy: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
 
 
-def seed_everything(seed: int) -> None:
-    """For environments that draw from these: forked actors would all have the same numbers."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def read_splits(pipe) -> bytes:
     """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
     try:
@@ -895,7 +885,6 @@ def write_split(pipe, split: int) -> None:
 def actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
     """What an actor does. A byte that it writes to its pipe says that the rows of that split are written, one that it
     reads that their actions are. The end of the pipe is the end of the run, or of the main process."""
-    seed_everything(seed)
     # The kernel ends a process whose timer runs out. With --num-workers 0 there is none: you may be in a debugger.
     seconds, hangup = args.actor_timeout if args.num_workers else 0.0, select.poll()
     timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
@@ -950,10 +939,10 @@ class Actors:
         self.selector, self.deaths = selectors.DefaultSelector(), 0
         self.selector.register(inference.bell, selectors.EVENT_READ)
         self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
-        # of each worker: its actor, our end of its pipe, actors so far, requests of this one, short lives in a row
+        # of each worker: its actor, our end of its pipe, requests of this one, short lives in a row
         self.workers = max(1, args.num_workers)
         self.actors, self.pipes = [None] * self.workers, [None] * self.workers
-        self.starts, self.served, self.short_lives = ([0] * self.workers for _ in range(3))
+        self.served, self.short_lives = [0] * self.workers, [0] * self.workers
 
     def start_all(self) -> None:
         """Returns when every environment has been started, or the user stops the run. Raises UserError."""
@@ -968,29 +957,31 @@ class Actors:
             self.start(worker)
         total, n = len(self.inference.mailbox.first), self.inference.size
         with tqdm(total=total, desc="starting environments", disable=True if rank_of()[0] else None) as bar:
-            while len(self.requests) * n < total and not STOP:
+            while len(self.requests) * n < total and not STOP.asked_at:
                 self.wait(0.5)
                 bar.update(len(self.requests) * n - bar.n)
 
     def start(self, worker: int) -> None:
         args, allowed = self.args, sorted(os.sched_getaffinity(0))
         core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        seed = env_seed(args.seed, self.session, worker, self.starts[worker])
-        self.starts[worker], self.served[worker] = self.starts[worker] + 1, 0
+        seed = env_seed(args.seed, self.session, worker, self.deaths)
+        self.served[worker] = 0
         self.pipes[worker], pipe = self.context.Pipe()
         self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
         arguments, named = (args, worker, seed, self.inference.mailbox, pipe), dict(name=f"actor {worker}", daemon=True)
         if args.num_workers:
-            self.actors[worker] = self.context.Process(target=actor_process, args=(core, *arguments), **named)
+            started = self.context.Process(target=actor_process, args=(core, *arguments), **named)
         else:
-            self.actors[worker] = threading.Thread(target=self.in_thread, args=arguments, **named)
-        self.actors[worker].start()
+            started = threading.Thread(target=self.in_thread, args=arguments, **named)
+        started.start()
+        self.actors[worker] = started
         # On return `pipe` is closed here, so that it is open in the actor alone, and ends with it.
 
     def in_thread(self, *arguments) -> None:
+        self.error = RuntimeError("the actor has ended")  # by sys.exit
         try:
             actor(*arguments)
-        except BaseException as error:
+        except Exception as error:
             self.error = error
         finally:
             arguments[-1].close()  # its end of the pipe
@@ -1025,12 +1016,10 @@ class Actors:
             raise self.error
         self.actors[worker].join(5)
         self.actors[worker].kill()  # where only its pipe has ended
-        self.actors[worker].join()
-        code = self.actors[worker].exitcode
-        if code == -signal.SIGALRM:
+        self.actors[worker].join(5)
+        how = f"died (exit code {self.actors[worker].exitcode})"
+        if self.actors[worker].exitcode == -signal.SIGALRM:
             how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
-        else:
-            how = f"died (exit code {code})"
         self.deaths += 1
         self.short_lives[worker] = self.short_lives[worker] + 1 if self.served[worker] < self.SHORT_LIFE else 0
         if self.short_lives[worker] == 3:
@@ -1129,8 +1118,7 @@ class Inference:
         # The last finished ones, as in Mailbox.episode. Checkpoints keep them: the episodes that end first after a
         # resume are short ones, whose mean could pass for a best return.
         self.episodes: deque[list[float]] = deque(maxlen=100)
-        self.served = self.batches = 0  # statistics: rows and batches served
-        self.idle = self.blocked = 0.0  # seconds without requests, and with requests but without free slots
+        self.counts = Counter()  # rows and batches served; seconds waited, by the learner too
         self.stopping = False
 
     def release(self, slots: np.ndarray) -> None:
@@ -1156,12 +1144,9 @@ class Inference:
             with own_stream(self.device, self.args.inference_threads, priority=-1):
                 while not self.stopping:
                     actors.reply(self.serve(actors.requests))
-                    start, blocked = time.perf_counter(), bool(actors.requests)
+                    start, why = time.perf_counter(), "blocked" if actors.requests else "idle"
                     actors.wait()
-                    if blocked:
-                        self.blocked += time.perf_counter() - start
-                    else:
-                        self.idle += time.perf_counter() - start
+                    self.counts[why] += time.perf_counter() - start
         except BaseException as error:
             self.full.put(error)  # the learner raises it
 
@@ -1227,8 +1212,7 @@ class Inference:
         self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
         for group in groups:
             self.t[group] += 1
-        self.served += n
-        self.batches += 1
+        self.counts.update(served=n, batches=1)
 
 
 @contextlib.contextmanager
@@ -1261,7 +1245,6 @@ class Learner:
         self.global_step = 0  # valid transitions received
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
-        self.waited = self.waited_for_ranks = 0.0  # seconds without enough full slots, and without the other ranks
         self.deadline = np.inf  # when the time is up
 
     def load(self, checkpoint: dict) -> None:
@@ -1277,9 +1260,9 @@ class Learner:
         """Waits for the slots of a batch: FULL -> LEARNING. None when the time is up or the user stops the run. Raises
         what has ended the inference thread."""
         start, count = time.perf_counter(), self.args.batch_size // self.args.rollout
-        while not STOP and time.monotonic() < self.deadline:
+        while not STOP.asked_at and time.monotonic() < self.deadline:
             if len(self.slots) >= count:
-                self.waited += time.perf_counter() - start
+                self.inference.counts["waited"] += time.perf_counter() - start
                 slots, self.slots = self.slots[:count], self.slots[count:]
                 return np.array(slots)
             with contextlib.suppress(queue.Empty):
@@ -1307,10 +1290,8 @@ class Learner:
 
     def iterate(self, slots: np.ndarray) -> dict[str, float] | None:
         """Learns from slots, which are LEARNING until they are given back: as soon as they are copied, but with `sync`
-        only after the new policy has been published. Returns metrics, or None when another rank has left.
-
-        Raises FloatingPointError before a non-finite update is made: weights and statistics are still good.
-        """
+        only after the new policy has been published. Returns metrics, or None when another rank has left. Raises
+        FloatingPointError before a non-finite update is made: weights and statistics are still good."""
         args, metrics = self.args, {}
         batch, lags = self.gather(slots)
         if not args.sync:
@@ -1318,34 +1299,32 @@ class Learner:
         # Infinities are clipped to +-5, so no loss would show them. Squares: the statistics need them.
         finite = all(bool(x.square().isfinite().all()) for x in batch.obs.values() if x.is_floating_point())
         masked = np.count_nonzero(lags >= args.max_policy_lag)
-        total = self.sum_counts(valid=len(lags), masked=masked, lag=lags.sum(), broken=not finite)
-        if total.left:
+        valid, masked, lag, broken, left = self.sum_counts(len(lags), masked, lags.sum(), not finite)
+        if left:
             return None
-        if total.broken:
+        if broken:
             raise FloatingPointError("an observation is not finite")
-        self.global_step += int(total.valid)
-        if total.valid == total.masked:  # a batch without a usable sample is no update
+        self.global_step += int(valid)
+        if valid == masked:  # a batch without a usable sample is no update
             self.skipped += 1
         else:
             if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
                 metrics = self.update(batch)
             # New statistics change the policy too: they are published together with the last weights.
-            obs = {name: x[:-1] for name, x in batch.obs.items()}
-            self.agent.update_normalizers(obs, ~batch.first[1:])
+            self.agent.update_normalizers(batch.obs, ~batch.first[1:])
             self.publish()
         if args.sync:  # only now: the next samples are all of the newest version
             self.inference.release(slots)
-        if total.valid:
-            metrics |= {"lag/mean": total.lag / total.valid, "lag/max": lags.max(initial=0)}
-            metrics |= {"lag/masked": total.masked / total.valid}
+        if valid:
+            metrics |= {"lag/mean": lag / valid, "lag/max": lags.max(initial=0), "lag/masked": masked / valid}
         return metrics
 
-    def sum_counts(self, valid=0, masked=0, lag=0, broken=0, left=0) -> SimpleNamespace:
+    def sum_counts(self, valid=0, masked=0, lag=0, broken=0, left=0) -> list[float]:
         """The sums over all ranks, which this waits for. left: this rank ends the run, for all of them."""
-        names, start = ("valid", "masked", "lag", "broken", "left"), time.perf_counter()
-        sums = sum_over_ranks(torch.tensor([valid, masked, lag, broken, left], dtype=torch.float64))
-        self.waited_for_ranks += time.perf_counter() - start
-        return SimpleNamespace(**dict(zip(names, sums.tolist())))
+        start = time.perf_counter()
+        sums = sum_over_ranks(torch.tensor([valid, masked, lag, broken, left], dtype=torch.float64)).tolist()
+        self.inference.counts["ranks"] += time.perf_counter() - start
+        return sums
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimiser step for each epoch. All but the last are published here, the last by the caller."""
@@ -1456,7 +1435,6 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     check_shared_memory(spaces, count)
     device, mailbox = torch.device(args.device), Mailbox(spaces, count)
     numpy, state = mailbox.numpy(), torch.zeros(count, agent.state_size, device=device)
-    seed_everything(args.seed)
     per_env = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
     returns, frames = [[] for _ in range(count)], []
     bar = tqdm(total=count * per_env, desc="episodes", disable=None)
@@ -1478,10 +1456,9 @@ def evaluate(args: Args, folder: Path) -> list[float]:
     print(f"{len(flat)} episodes, {kind} actions, step {step:,}: return {np.mean(flat):.2f} +- {np.std(flat):.2f} "
           f"(standard deviation), from {min(flat):.2f} to {max(flat):.2f}")  # fmt: skip
     if args.save_video:
-        fps = TICKS_PER_SECOND / args.frameskip
-        with imageio.get_writer(folder / "video.mp4", fps=fps, macro_block_size=8) as video:
-            for frame in frames:
-                video.append_data(frame.repeat(4, 0).repeat(4, 1))
+        larger = ["-vf", "scale=4*iw:4*ih:flags=neighbor"]
+        imageio.mimwrite(folder / "video.mp4", frames, fps=TICKS_PER_SECOND / args.frameskip, macro_block_size=2,
+                         output_params=larger)  # fmt: skip
         print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
     return flat
 
@@ -1538,33 +1515,30 @@ def keep_freed_memory() -> None:
 
 
 class Reporter:
-    """The progress bar, log.txt and TensorBoard, of rank 0 alone: returns, lag and times are its own, steps those of
-    all ranks. Every rate is over the window since the last report; `returns` are of the last 100 episodes then."""
+    """The progress bar, log.txt and TensorBoard, on rank 0 alone: returns, lag and times are its own, steps those of
+    all ranks. Every rate is over the window since the last report."""
 
-    def __init__(self, args: Args, learner: Learner, writer, log):
-        self.args, self.learner, self.inference, self.writer, self.log = args, learner, learner.inference, writer, log
+    def __init__(self, args: Args, learner: Learner, folder: Path, log):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
+
+        self.args, self.learner, self.inference, self.log = args, learner, learner.inference, log
+        self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
+        self.writer.add_text("args", json.dumps(asdict(args), indent=2))
         self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
-                        unit_scale=True, dynamic_ncols=True, disable=True if rank_of()[0] else None)  # fmt: skip
-        self.metrics, self.last, self.returns = {}, self.counters(), []
+                        unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
+        self.metrics, self.last = {}, Counter(time=time.monotonic(), step=learner.global_step)
 
-    def counters(self) -> dict[str, float]:
-        i, learner = self.inference, self.learner
-        return dict(time=time.monotonic(), step=learner.global_step, waited=learner.waited, served=i.served,
-                    batches=i.batches, idle=i.idle, blocked=i.blocked, ranks=learner.waited_for_ranks)  # fmt: skip
-
-    def update(self, metrics: dict[str, float]) -> bool:
-        """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
+    def update(self, metrics: dict[str, float]) -> float:
+        """Called after every iteration, with its metrics. Every five seconds it reports, and returns the mean return of
+        the last 100 episodes; otherwise, and before there are so many, -inf."""
         self.metrics |= metrics
-        now = self.counters()
-        self.bar.n = now["step"]
-        self.bar.update(0)
-        if due := now["time"] - self.last["time"] >= 5:
-            self.report(now["step"], {name: now[name] - self.last[name] for name in now})
-            self.last = now
-        return due
-
-    def report(self, step: int, change: dict[str, float]) -> None:
-        seconds = change["time"]
+        step = self.learner.global_step
+        self.bar.update(step - self.bar.n)
+        now = Counter(self.inference.counts, time=time.monotonic(), step=step)
+        change = now - self.last
+        if (seconds := change["time"]) < 5:
+            return -np.inf
+        self.last = now
         fps = change["step"] * self.args.frameskip / seconds
         scalars = self.metrics | {
             "charts/SPS": change["step"] / seconds,
@@ -1574,13 +1548,11 @@ class Reporter:
             "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
             "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
         }
-        if rank_of()[1] > 1:
+        if dist.is_initialized():
             scalars["stats/all_reduce"] = change["ranks"] / seconds  # the learner waits for other ranks
-        episodes = list(self.inference.episodes)
-        self.returns = [episode[0] for episode in episodes]
-        if episodes:
+        if episodes := list(self.inference.episodes):
             tags = ("charts/episodic_return", "charts/episodic_return_trained", "charts/episodic_length")
-            scalars |= zip(tags, np.mean(episodes, axis=0))
+            scalars |= zip(tags, np.mean(episodes, axis=0).tolist())
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         if change["ranks"] > max(change["blocked"], change["waited"]):
@@ -1589,17 +1561,19 @@ class Reporter:
             bottleneck = "learner"
         else:
             bottleneck = "environments" if change["idle"] > 0.5 * (seconds - change["blocked"]) else "inference"
-        score = f"return {np.mean(self.returns):.2f}, " if episodes else ""
+        mean = scalars.get("charts/episodic_return")
+        score = f"return {mean:.2f}, " if episodes else ""
         text = f"{fps:,.0f} frames/s, {score}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
         self.bar.set_postfix_str(text)
         self.log(f"step {step:,}: {text}", self.bar.disable)
+        return mean if len(episodes) >= 100 else -np.inf
 
 
-def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -> None:
-    """The learner's loop. Rank 0 saves and reports; any rank may end the loop, for all of them. What it has learned is
-    saved at the end, and before an error that leaves the weights good; not after one that nobody foresaw."""
-    rank, saved, now = rank_of()[0], learner.version, time.monotonic()  # saved: the version of the last checkpoint
-    learner.deadline = now + (args.train_for_seconds or np.inf)
+def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter | None) -> None:
+    """The learner's loop. Rank 0 has the reporter and saves; any rank may end the loop, for all of them. What it has
+    learned is saved at the end, and before an error that leaves the weights good; not after one that nobody foresaw."""
+    saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
+    learner.deadline = np.inf if args.train_for_seconds is None else now + args.train_for_seconds
     saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
     try:
         while learner.global_step < args.total_timesteps:
@@ -1609,24 +1583,25 @@ def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -
             if (metrics := learner.iterate(slots)) is None:
                 break
             now = time.monotonic()
-            if rank == 0 and reporter.update(metrics) and len(reporter.returns) >= 100 and now - best_at >= 30:
-                if (mean := float(np.mean(reporter.returns))) > learner.best_return:
-                    learner.best_return, best_at = mean, now
-                    save_checkpoint(checkpoints / "best.pth", learner)
-            if rank == 0 and now - saved_at >= args.save_every_sec:
+            if reporter and (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
+                learner.best_return, best_at = score, now
+                save_checkpoint(checkpoints / "best.pth", learner)
+            if reporter and now - saved_at >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved, saved_at = learner.version, now
     finally:
-        reporter.bar.close()
+        if isinstance(sys.exception(), UserError):  # this rank's alone: an actor that cannot be kept alive
+            learner.sum_counts(left=1)
         foreseen = sys.exception() is None or isinstance(sys.exception(), (FloatingPointError, UserError))
-        if rank == 0 and foreseen and learner.version > saved:  # else there is nothing new
-            save_latest(checkpoints, learner, args.keep_checkpoints)
+        if reporter:
+            reporter.bar.close()
+            if foreseen and learner.version > saved:  # else there is nothing new
+                save_latest(checkpoints, learner, args.keep_checkpoints)
+            reporter.writer.close()
 
 
 def train(typed: Args, folder: Path) -> int:
     """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
-    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
-
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes some of our file descriptors
     args, (rank, ranks) = resolve(typed), rank_of()
@@ -1639,7 +1614,6 @@ def train(typed: Args, folder: Path) -> int:
     spaces = spaces_of(args)
     T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
     rows = max(1, W) * args.num_envs_per_worker
-    check_shared_memory(spaces, rows)
     log_file, checkpoints = None, folder / "checkpoints"
 
     def log(text: str, show: bool = True) -> None:
@@ -1652,6 +1626,7 @@ def train(typed: Args, folder: Path) -> int:
     def begin() -> dict | None:
         """On rank 0 alone: the others have neither log nor checkpoints."""
         nonlocal log_file
+        check_shared_memory(spaces, rows)
         log_file = open_log(folder)
         return load_checkpoint(checkpoints, "latest", log)
 
@@ -1675,15 +1650,12 @@ def train(typed: Args, folder: Path) -> int:
         args.seed = env_seed(args.seed, rank)  # environments and random numbers of its own
     torch.manual_seed(args.seed + learner.version)
     actors = Actors(args, inference, session=learner.version, log=log)  # a resumed run has other episodes
-    writer = contextlib.nullcontext()
     if rank == 0:
         software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
         # A resumed run starts from what was typed and resolves again: it may be on another machine.
         cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
         (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
         os.replace(folder / "cfg.tmp", folder / "cfg.json")
-        writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
-        writer.add_text("args", json.dumps(asdict(args), indent=2))
         lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # when the learner is the bottleneck
         if checkpoint:
             log(f"resuming {folder} at step {learner.global_step:,}")
@@ -1701,12 +1673,12 @@ def train(typed: Args, folder: Path) -> int:
             log(line)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
-    with writer, sampling(inference, actors), own_stream(device, args.learner_threads):
-        learn(args, checkpoints, learner, Reporter(args, learner, writer, log))
+    with sampling(inference, actors), own_stream(device, args.learner_threads):
+        learn(args, checkpoints, learner, None if rank else Reporter(args, learner, folder, log))
     if rank == 0:
-        log(f"{'stopped' if STOP else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
+        log(f"{'stopped' if STOP.asked_at else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
             f"{learner.skipped} batches without a usable sample, {actors.deaths} actors replaced")  # fmt: skip
-    return 130 if STOP and ranks == 1 else 0  # else torchrun would start it again
+    return 130 if STOP.asked_at and ranks == 1 else 0  # else torchrun would start it again
 
 
 def main() -> int:
@@ -1719,7 +1691,7 @@ def main() -> int:
             evaluate(args, folder)
             return 0
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, STOP)
+            signal.signal(number, on_signal)
         code = train(args, folder)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -94,7 +94,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as dataclass_field
 from pathlib import Path
@@ -154,7 +154,7 @@ class Args:
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """replace an actor when a step of its environments, or the start of one, takes more seconds"""
+    """seconds after which a step of an actor's environments, or the start of one, counts as hung. (So does a pause.)"""
     inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
 
@@ -300,26 +300,18 @@ def resolve(args: Args) -> Args:
     return args
 
 
-class Stop:
+STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
+
+
+def on_signal(number: int, frame) -> None:
     """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
     at it twice a second, `learn` saves what is new, `sampling` ends the actors, and the exit code is 130. One that
     comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
     sent twice by a launcher, and while a checkpoint is being written it does nothing."""
-
-    def __init__(self):
-        self.asked_at, self.writing = None, False
-
-    def __bool__(self) -> bool:
-        return self.asked_at is not None
-
-    def __call__(self, number: int, frame) -> None:
-        self.asked_at = self.asked_at or time.monotonic()
-        if time.monotonic() - self.asked_at > 1.0 and not self.writing:
-            os.write(2, b"\nstopped at once\n")
-            os._exit(130)
-
-
-STOP = Stop()
+    STOP.asked_at = STOP.asked_at or time.monotonic()
+    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
+        os.write(2, b"\nstopped at once\n")
+        os._exit(130)
 
 
 # === Environment ======================================================================================================
@@ -450,9 +442,8 @@ exec setpriv --pdeathsig KILL sh -c '[ $PPID = {os.getpid()} ] && exec "$@"' - {
 
 
 def unlink_shared_memory() -> None:
-    """Unlinks the shared memory of this process's engines, which have started: both sides have it open, and without a
-    name it goes with the processes, however they end. Only an engine that is killed while it starts leaves its file
-    behind, 3 MiB at most."""
+    """Of this process's engines, which have it open: without a name it goes with the processes, however they end. Only
+    an engine that is killed while it starts leaves its file behind, 3 MiB at most."""
     for line in open("/proc/self/maps"):
         if "/dev/shm/ViZDoom" in line and "(deleted)" not in line:
             Path(line.split()[-1]).unlink(missing_ok=True)
@@ -1040,10 +1031,10 @@ class Agent(nn.Module):
         return self.actor(x), self.critic(x).squeeze(-1), state
 
     def update_normalizers(self, obs: dict[str, torch.Tensor], valid: torch.Tensor) -> None:
-        """obs by name [T, B, ...], valid bool [T, B]"""
+        """obs by name [T or T+1, B, ...], valid bool [T, B]"""
         if self.normalize:
             for name, normalizer in self.normalizers.items():  # of every fourth step: neighbours in time hardly differ
-                normalizer.update(obs[name][::4].flatten(0, 1), valid[::4].flatten())
+                normalizer.update(obs[name][: len(valid) : 4].flatten(0, 1), valid[::4].flatten())
 
 
 def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
@@ -1127,7 +1118,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
     log_ratio = torch.where(batch.inactive, 0.0, log_ratio)  # an action that does nothing is as good as on-policy
-    ratio = log_ratio.clamp(math.log(0.05), math.log(20.0)).exp()  # Sample Factory's band; no gradient outside
+    ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
     vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
@@ -1196,6 +1187,9 @@ class WorkerEnvs:
                  before_start=lambda: None):  # fmt: skip
         """table [split, environment, agent]: the policy that plays there; mailboxes: their arrays; before_start: called
         before each start of an environment or an episode, which may take seconds."""
+        random.seed(seed)  # for environments that draw from these: forked actors would all have the same numbers
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         self.args, self.worker, self.seed, self.before_start = args, worker, seed, before_start
         self.names = list(shaping_of(args))
         free = [iter(range(worker * rows // args.num_workers, rows)) for rows in (len(m.first) for m in mailboxes)]
@@ -1266,13 +1260,6 @@ def env_seed(*entropy: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
 
 
-def seed_everything(seed: int) -> None:
-    """For environments that draw from these: forked actors would all have the same numbers."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def read_splits(pipe) -> bytes:
     """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
     try:
@@ -1291,7 +1278,6 @@ def actor(args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list
     """What an actor does. It has a pipe to each policy. A byte that it writes there says that the policy's rows of that
     split are written, one that it reads that their actions are. The end of any pipe is the end of the run, of the main
     process or of that policy."""
-    seed_everything(seed)
     # The kernel ends a process whose timer runs out.
     seconds, hangup, replies = args.actor_timeout, select.poll(), selectors.DefaultSelector()
     for pipe in pipes:
@@ -1317,16 +1303,16 @@ def actor(args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list
         request(split)
     while True:
         signal.setitimer(signal.ITIMER_REAL, 0)  # waiting for actions is no hang
-        events = replies.select()
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        replied = [read_splits(key.fileobj) for key, _ in events]
+        replied = [read_splits(key.fileobj) for key, _ in replies.select()]
         if not all(replied):
             break
         for split in b"".join(replied):
             missing[split] -= 1
             if missing[split] == 0:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
                 envs.step(split)
                 request(split)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     envs.close()
 
 
@@ -1379,7 +1365,7 @@ class Workers:
             self.start(worker)
         groups, n, _ = self.table.shape
         with tqdm(total=groups * n, desc="starting environments", disable=None) as bar:
-            while (started := int(self.served.clamp(max=self.args.worker_num_splits).sum())) < groups and not STOP:
+            while (started := int(self.served.clamp(max=self.args.worker_num_splits).sum())) < groups and not STOP.asked_at:
                 self.check()
                 time.sleep(0.1)
                 bar.update(started * n - bar.n)
@@ -1392,9 +1378,9 @@ class Workers:
         pairs = [self.context.Pipe() for _ in self.population.doors]
         arguments = (core, args, worker, seed, self.table[worker * S : worker * S + S], self.population.mailboxes,
                      self.served, [pipe for _, pipe in pairs])  # fmt: skip
-        self.actors[worker] = self.context.Process(target=actor_process, name=f"actor {worker}", args=arguments,
-                                                   daemon=True)  # fmt: skip
-        self.actors[worker].start()
+        process = self.context.Process(target=actor_process, name=f"actor {worker}", args=arguments, daemon=True)
+        process.start()
+        self.actors[worker] = process
         for door, (pipe, _) in zip(self.population.doors, pairs):
             with contextlib.suppress(OSError):  # this policy is dead, as `check` will say
                 socket.send_fds(door, [worker.to_bytes(4)], [pipe.fileno()])
@@ -1409,11 +1395,9 @@ class Workers:
                 self.replace(worker)
 
     def replace(self, worker: int) -> None:
-        code = self.actors[worker].exitcode
-        if code == -signal.SIGALRM:
+        how = f"died (exit code {self.actors[worker].exitcode})"
+        if self.actors[worker].exitcode == -signal.SIGALRM:
             how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
-        else:
-            how = f"died (exit code {code})"
         if self.args.sync and self.args.num_policies > 1:  # some may have served its last request, and some not
             raise UserError(f"actor {worker} {how}; with --sync several policies end with it")
         self.deaths += 1
@@ -1565,8 +1549,7 @@ class Inference:
         # The last finished ones, as in Mailbox.episode. Checkpoints keep them: the episodes that end first after a
         # resume are short ones, whose mean could pass for a best return.
         self.episodes: deque[list[float]] = deque(maxlen=100)
-        self.served = self.batches = 0  # statistics: rows and batches served
-        self.idle = self.blocked = 0.0  # seconds without requests, and with requests but without free slots
+        self.counts = Counter()  # rows and batches served; seconds waited, by the learner too
         self.stopping = False
 
     def release(self, slots: np.ndarray) -> None:
@@ -1592,12 +1575,9 @@ class Inference:
             with own_stream(self.device, self.args.inference_threads, priority=-1):
                 while not self.stopping:
                     actors.reply(self.serve(actors.requests))
-                    start, blocked = time.perf_counter(), bool(actors.requests)
+                    start, why = time.perf_counter(), "blocked" if actors.requests else "idle"
                     actors.wait()
-                    if blocked:
-                        self.blocked += time.perf_counter() - start
-                    else:
-                        self.idle += time.perf_counter() - start
+                    self.counts[why] += time.perf_counter() - start
         except BaseException as error:
             self.full.put(error)  # the learner raises it
 
@@ -1664,8 +1644,7 @@ class Inference:
         self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
         for group in groups:
             self.t[group] += 1
-        self.served += n
-        self.batches += 1
+        self.counts.update(served=n, batches=1)
 
 
 @contextlib.contextmanager
@@ -1695,7 +1674,6 @@ class Learner:
         self.global_step = 0  # valid transitions received
         self.skipped = 0  # batches without a single usable sample
         self.best_return = -float("inf")
-        self.waited = 0.0  # seconds without enough full slots
 
     def load(self, checkpoint: dict) -> None:
         """All but the weights, which the agent has already."""
@@ -1722,7 +1700,7 @@ class Learner:
         start, count = time.perf_counter(), self.args.batch_size // self.args.rollout
         while control.obey():
             if len(self.slots) >= count:
-                self.waited += time.perf_counter() - start
+                self.inference.counts["waited"] += time.perf_counter() - start
                 slots, self.slots = self.slots[:count], self.slots[count:]
                 return np.array(slots)
             with contextlib.suppress(queue.Empty):
@@ -1771,8 +1749,7 @@ class Learner:
             if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
                 metrics = self.update(batch)
             # New statistics change the policy too: they are published together with the last weights.
-            obs = {name: x[:-1] for name, x in batch.obs.items()}
-            self.agent.update_normalizers(obs, ~batch.first[1:] & ~batch.inactive)
+            self.agent.update_normalizers(batch.obs, ~batch.first[1:] & ~batch.inactive)
             self.publish()
         if args.sync:  # only now: the next samples are all of the newest version
             self.inference.release(slots)
@@ -1917,30 +1894,26 @@ class Control:
 
 
 class Reporter:
-    """A policy's TensorBoard and its reports to the main process. Every rate is over the window since the last report;
-    `returns` are of the last 100 episodes then."""
+    """A policy's TensorBoard and its reports to the main process. Every rate is over the window since the last report.
+    """
 
-    def __init__(self, args: Args, learner: Learner, writer, control: Control):
-        self.args, self.learner, self.inference, self.writer = args, learner, learner.inference, writer
-        self.control = control
-        self.metrics, self.last, self.returns = {}, self.counters(), []
+    def __init__(self, args: Args, learner: Learner, folder: Path, control: Control):
+        from torch.utils.tensorboard import SummaryWriter
 
-    def counters(self) -> dict[str, float]:
-        i, learner = self.inference, self.learner
-        return dict(time=time.monotonic(), step=learner.global_step, waited=learner.waited, served=i.served,
-                    batches=i.batches, idle=i.idle, blocked=i.blocked)  # fmt: skip
+        self.args, self.learner, self.inference, self.control = args, learner, learner.inference, control
+        self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
+        self.metrics, self.last = {}, Counter(time=time.monotonic(), step=learner.global_step)
 
-    def update(self, metrics: dict[str, float]) -> bool:
-        """Called after every iteration, with its metrics. Every five seconds it reports, and returns True."""
+    def update(self, metrics: dict[str, float]) -> float:
+        """Called after every iteration, with its metrics. Every five seconds it reports, and returns the mean return of
+        the last 100 episodes; otherwise, and before there are so many, -inf."""
         self.metrics |= metrics
-        now = self.counters()
-        if due := now["time"] - self.last["time"] >= 5:
-            self.report(now["step"], {name: now[name] - self.last[name] for name in now})
-            self.last = now
-        return due
-
-    def report(self, step: int, change: dict[str, float]) -> None:
-        seconds = change["time"]
+        step = self.learner.global_step
+        now = Counter(self.inference.counts, time=time.monotonic(), step=step)
+        change = now - self.last
+        if (seconds := change["time"]) < 5:
+            return -np.inf
+        self.last = now
         fps = change["step"] * self.args.frameskip / seconds
         scalars = self.metrics | {
             "charts/SPS": change["step"] / seconds,
@@ -1950,11 +1923,9 @@ class Reporter:
             "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
             "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
         }
-        episodes = list(self.inference.episodes)
-        self.returns = [episode[0] for episode in episodes]
-        if episodes:
+        if episodes := list(self.inference.episodes):
             tags = ("episodic_return", "episodic_return_trained", "episodic_length", *SCORES)
-            scalars |= zip((f"charts/{tag}" for tag in tags), np.mean(episodes, axis=0))
+            scalars |= zip((f"charts/{tag}" for tag in tags), np.mean(episodes, axis=0).tolist())
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         if change["blocked"] >= change["waited"]:
@@ -1964,6 +1935,7 @@ class Reporter:
         objective = scalars.get(OBJECTIVES[self.args.pbt_target_objective])
         lag = self.metrics.get("lag/mean", 0)
         self.control.send(step=step, fps=fps, lag=lag, bottleneck=bottleneck, objective=objective)
+        return scalars["charts/episodic_return"] if len(episodes) >= 100 else -np.inf
 
 
 def learn(args: Args, checkpoints: Path, learner: Learner, control: Control, reporter: Reporter) -> None:
@@ -1975,10 +1947,9 @@ def learn(args: Args, checkpoints: Path, learner: Learner, control: Control, rep
         while (slots := learner.collect(control)) is not None:
             metrics = learner.iterate(slots)
             now = time.monotonic()
-            if reporter.update(metrics) and len(reporter.returns) >= 100 and now - best_at >= 30:
-                if (mean := float(np.mean(reporter.returns))) > learner.best_return:
-                    learner.best_return, best_at = mean, now
-                    save_checkpoint(checkpoints / "best.pth", learner)
+            if (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
+                learner.best_return, best_at = score, now
+                save_checkpoint(checkpoints / "best.pth", learner)
             if now - saved_at >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved, saved_at = learner.version, now
@@ -1986,14 +1957,13 @@ def learn(args: Args, checkpoints: Path, learner: Learner, control: Control, rep
         foreseen = sys.exception() is None or isinstance(sys.exception(), (FloatingPointError, UserError))
         if foreseen and learner.version > saved:  # else there is nothing new
             save_latest(checkpoints, learner, args.keep_checkpoints)
+        reporter.writer.close()
 
 
 def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: Mailbox, pipe,
                  door: socket.socket) -> None:  # fmt: skip
     """One policy's inference thread and learner, as in the main process of appo_doom.py. Ends when the main process
     says stop, or is dead."""
-    from torch.utils.tensorboard import SummaryWriter
-
     device, checkpoints = torch.device(args.device), folder / "checkpoints"
     if device.type == "cpu":
         keep_freed_memory()
@@ -2019,9 +1989,8 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
         log(f"resuming at step {learner.global_step:,}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
-    writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
-    with writer, sampling(inference, Actors(args, inference, door)), own_stream(device, args.learner_threads):
-        learn(args, checkpoints, learner, control, Reporter(args, learner, writer, control))
+    with sampling(inference, Actors(args, inference, door)), own_stream(device, args.learner_threads):
+        learn(args, checkpoints, learner, control, Reporter(args, learner, folder, control))
     control.send(step=learner.global_step)
 
 
@@ -2275,7 +2244,6 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
     check_shared_memory(spaces, int(rows.sum()))
     mailboxes = [Mailbox(spaces, count, len(shaping_of(used))) for count in rows]  # unshaped: scores are raw
     states = [torch.zeros(count, agent.state_size, device=device) for count, agent in zip(rows, agents)]
-    seed_everything(args.seed)
     per_env = -(-args.eval_episodes * (len(pairs) if seats > 1 else C) // len(table))
     played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its agents
     envs = WorkerEnvs(used, 0, table[None], [mailbox.numpy() for mailbox in mailboxes], used.seed)
@@ -2328,10 +2296,9 @@ def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
         print(f"{one} against {two}: {wins} wins, {losses} losses, {ties} ties; "
               f"{wilson(wins, wins + losses)} of the decided")  # fmt: skip
     if args.save_video:
-        fps = TICKS_PER_SECOND / used.frameskip
-        with imageio.get_writer(folder / "video.mp4", fps=fps, macro_block_size=8) as video:
-            for frame in frames:
-                video.append_data(frame.repeat(4, 0).repeat(4, 1))
+        larger = ["-vf", "scale=4*iw:4*ih:flags=neighbor"]
+        imageio.mimwrite(folder / "video.mp4", frames, fps=TICKS_PER_SECOND / used.frameskip, macro_block_size=2,
+                         output_params=larger)  # fmt: skip
         print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
     return results
 
@@ -2410,7 +2377,7 @@ def watch(args: Args, population: Population, workers: Workers, writer, log) -> 
     total, made = args.total_timesteps, int(population.step())
     with tqdm(total=total, initial=made, desc=args.env_id, unit=" steps", unit_scale=True, dynamic_ncols=True,
               disable=None) as bar:  # fmt: skip
-        while not STOP:
+        while not STOP.asked_at:
             multiprocessing.connection.wait(population.controls, timeout=0.5)
             workers.check()
             if args.with_pbt:
@@ -2498,8 +2465,8 @@ def train(typed: Args, folder: Path) -> int:
         population.write_rows("ended")
         writer.close()
     steps = ", ".join(f"{report['step']:,}" for report in population.reports)
-    log(f"{'stopped' if STOP else 'done'}: {steps} steps, {workers.deaths} actors replaced")
-    return 130 if STOP else 0
+    log(f"{'stopped' if STOP.asked_at else 'done'}: {steps} steps, {workers.deaths} actors replaced")
+    return 130 if STOP.asked_at else 0
 
 
 def main() -> int:
@@ -2513,7 +2480,7 @@ def main() -> int:
             evaluate(args, folder)
             return 0
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, STOP)
+            signal.signal(number, on_signal)
         return train(args, folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -94,15 +94,24 @@ def variant(options: Options):
     return appo, args
 
 
-def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor, reset: torch.Tensor, barrier) -> None:
-    """Body of a process: steps its environments for ever. steps, reset: shared, [workers], valid steps and seconds."""
-    appo = importlib.import_module(f"appo_{family}")
-    os.setsid()  # a process group of its own, so that it can be ended together with its engines
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)  # engines end with the threads that started them
+
+
+def set_up_process(core: int | None) -> None:
+    """What a process that steps environments does first: it is pinned, and ends with the main process alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=appo.watch_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
+
+
+def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor, reset: torch.Tensor, barrier) -> None:
+    """Body of a process: steps its environments for ever. steps, reset: shared, [workers], valid steps and seconds."""
+    appo = importlib.import_module(f"appo_{family}")
+    set_up_process(core)
     make = Matches if family == "pbt_doom" else appo.make_envs
     rows = (worker * args.num_envs_per_worker,) if family == "dmlab" else ()  # which say what task a game plays
     envs, steps, reset = make(args, args.num_envs_per_worker, *rows), steps.numpy(), reset.numpy()
@@ -200,8 +209,7 @@ def ceiling(options: Options, appo, args) -> dict:
         found = rates(lambda: int(steps.sum()) * args.frameskip, options.windows, options.window, text, check)
     finally:
         for process in processes:
-            appo.end_group(process.pid)
-            process.kill()
+            process.kill()  # its engines end with it
             process.join()
     return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker,
                 frames_per_second=round(statistics.median(found)), windows=[round(rate) for rate in found],
@@ -211,14 +219,9 @@ def ceiling(options: Options, appo, args) -> dict:
 class NullEnvs(gym.vector.VectorEnv):
     """Environments that cost nothing: always the same observation, never an end."""
 
-    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
-
-    def __init__(self, num_envs: int, image: tuple[int, ...]):
-        self.num_envs = num_envs
-        self.single_observation_space = gym.spaces.Box(0, 255, image, np.uint8)
-        self.single_action_space = gym.spaces.Discrete(4)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        self.observation = np.zeros((num_envs, *image), np.uint8)
+    def __init__(self, num_envs: int, obs: dict[str, gym.spaces.Box]):
+        self.action_space = gym.vector.utils.batch_space(gym.spaces.Discrete(4), num_envs)
+        self.observation = {name: np.zeros((num_envs, *space.shape), space.dtype) for name, space in obs.items()}
         self.reward, self.never = np.zeros(num_envs), np.zeros(num_envs, bool)
 
     def reset(self, *, seed=None, options=None):
@@ -228,11 +231,11 @@ class NullEnvs(gym.vector.VectorEnv):
         return self.observation, self.reward, self.never, self.never, {}
 
 
-def null_actor(family: str, image: tuple[int, ...], *arguments) -> None:
+def null_actor(family: str, obs: dict[str, gym.spaces.Box], *arguments) -> None:
     """The variant's own actor, with environments that cost nothing."""
     appo = importlib.import_module(f"appo_{family}")
-    appo.make_envs = lambda args, num_envs, *rows: NullEnvs(num_envs, image)
-    appo.actor(*arguments)
+    appo.make_envs = lambda args, num_envs, *rows: NullEnvs(num_envs, obs)
+    appo.actor_process(*arguments)
 
 
 class RandomAgent(nn.Module):
@@ -244,20 +247,21 @@ class RandomAgent(nn.Module):
         super().__init__()
         self.heads = heads
 
-    def forward(self, obs, vector, first, state, restarts=(0,)):
+    def forward(self, obs, first, state, restarts=(0,)):
         return torch.zeros(*first.shape, sum(self.heads)), torch.zeros(first.shape), state
 
 
 def pipeline(options: Options, appo, args, null: bool) -> dict:
     """Actors, mailbox, pipes, inference thread and rollouts with random actions, without a learner: rows and frames per
     second, and the microseconds of a group. null: with environments that cost nothing."""
-    spaces, actor = appo.spaces_of(args), appo.actor
+    spaces, actor_process = appo.spaces_of(args), appo.actor_process
     if null:
-        spaces = appo.Spaces(spaces.image, 0, (4,))
-        appo.actor = functools.partial(null_actor, options.family, spaces.image)  # what Actors starts
+        spaces = appo.Spaces(spaces.obs, (4,))
+        appo.actor_process = functools.partial(null_actor, options.family, spaces.obs)  # what Actors starts
     torch.set_num_threads(1)
     args.batch_size = args.num_workers * args.num_envs_per_worker * args.rollout  # slots: never a reason to wait
     inference, errors = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
+    actors = appo.Actors(args, inference, session=0, log=tqdm.write)
     received = np.zeros(2, int)  # steps, and those of them that are valid
 
     def learner() -> None:  # nothing to learn: a full slot is free again
@@ -270,26 +274,22 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
             inference.release(item[0])
 
     def check() -> None:
-        actors.check()
         if errors:
             raise errors[0]
 
     thread = threading.Thread(target=learner)
     thread.start()
     try:
-        with appo.sampling(args, inference, 0, lambda text, show=True: tqdm.write(text), []) as actors:
-            while (actors.numpy.requests < 3).any():
-                check()
-                time.sleep(0.1)
+        with appo.sampling(inference, actors):
             time.sleep(options.warm_up)
-            before = [inference.served, inference.batches, *received]
+            before = [inference.counts["served"], inference.counts["batches"], *received]
             text = f"{args.num_workers} workers"
-            found = rates(lambda: inference.served, options.windows, options.window, text, check)
-            served, batches, steps, valid = np.subtract([inference.served, inference.batches, *received], before)
+            found = rates(lambda: inference.counts["served"], options.windows, options.window, text, check)
+            served, batches, steps, valid = np.subtract([inference.counts["served"], inference.counts["batches"], *received], before)
     finally:
         inference.full.put(None)
         thread.join()
-        appo.actor = actor
+        appo.actor_process = actor_process
     middle = statistics.median(found)
     return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker, rows_per_second=round(middle),
                 frames_per_second=round(middle * valid / steps * args.frameskip),

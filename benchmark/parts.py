@@ -18,7 +18,6 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +70,6 @@ def doom_steps(envs, actions):
                 finished = env.game.is_episode_finished()
                 ended[i] = finished or env.tics >= env.scenario.time_limit
                 if not finished:
-                    env.read_state()
                     env.observation()
             yield valid
 
@@ -140,10 +138,7 @@ def match_steps(envs, actions):
 def bare_worker(family: str, args, core: int, counters, barrier) -> None:
     """Body of a process. counters: shared, float64 [2, 2], (valid steps, seconds) of the bare loop and of the dummy sampler's."""
     appo = importlib.import_module(f"appo_{family}")
-    os.setsid()  # a process group of its own, to be ended with its games
-    threading.Thread(target=appo.watch_parent, daemon=True).start()
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
+    dummy_sampler.set_up_process(core)
     make = dummy_sampler.Matches if family == "pbt_doom" else appo.make_envs
     envs, counters = make(args, args.num_envs_per_worker), counters.numpy()
     envs.reset(seed=1000 * core)
@@ -177,20 +172,19 @@ def bare(options: Options, appo, args) -> list[float]:
         return (args.frameskip * steps / seconds).sum(0).tolist()
     finally:
         for worker in workers:
-            appo.end_group(worker.pid)
             worker.kill()
             worker.join()
 
 
 def network(appo, args) -> dict[str, float]:
     """Milliseconds per sample on one thread: acting at several batch sizes, and learning."""
-    spaces, device = appo.spaces_of(args), torch.device("cpu")
+    spaces, device, args.batch_size = appo.spaces_of(args), torch.device("cpu"), 1024
     appo.keep_freed_memory()
     torch.set_num_threads(1)
     agent = appo.Agent(spaces, args)
     inference = appo.Inference(args, spaces, agent, device)
     rollouts = inference.rollouts
-    rollouts.obs.random_(0, 255)
+    rollouts.obs["obs"].random_(0, 255)
     for field, value in ((rollouts.logprobs, -2.2), (rollouts.values, 0.0)):
         field.fill_(value)
     rollouts.rewards[:] = 0
@@ -208,8 +202,7 @@ def network(appo, args) -> dict[str, float]:
     with torch.inference_mode():
         for n in (8, 16, 32, 64):
             inputs = (
-                rollouts.obs[:1, :n].contiguous(),
-                rollouts.vector[:1, :n],
+                {name: part[:1, :n].contiguous() for name, part in rollouts.obs.items()},
                 torch.zeros(1, n, dtype=torch.bool),
                 torch.zeros(n, agent.state_size),
             )
@@ -226,7 +219,6 @@ def main() -> None:
     appo, args = dummy_sampler.variant(sampling)
     if options.family != "pbt_doom" and not isinstance(appo.make_envs(args, 1).single_action_space, gym.spaces.Discrete):
         sys.exit(f"error: {args.env_id} has several heads of actions; the bare loop presses one button at a time")
-    args.batch_size = 1024
     result = dict(machine=dummy_sampler.machine(), command=dummy_sampler.command(), env_id=args.env_id, workers=args.num_workers,
                   envs_per_worker=args.num_envs_per_worker)
     rates, matches = dict(bare=[], dummy=[], random=[]), options.family == "pbt_doom"

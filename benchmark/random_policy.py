@@ -25,21 +25,21 @@ GAMES, EPISODES = 16, 7
 def random_returns(appo, env_id: str) -> np.ndarray:
     """[GAMES * EPISODES]"""
     args = appo.resolve(appo.Args(env_id=env_id, device="cpu", num_workers=1, num_envs_per_worker=GAMES, worker_num_splits=1))
-    mailbox = appo.Mailbox(appo.spaces_of(args), GAMES, 1).numpy()
-    games = appo.Games(args, 0, mailbox, seed=1)
-    actions = games.splits[0].action_space
+    mailbox = appo.Mailbox(appo.spaces_of(args), GAMES).numpy()
+    envs = appo.WorkerEnvs(args, 0, mailbox, seed=1)
+    actions = envs.splits[0].action_space
     actions.seed(1)
     returns = [[] for _ in range(GAMES)]
     try:
-        games.reset(0)
+        envs.reset(0)
         while min(map(len, returns)) < EPISODES:
             mailbox.action[:] = actions.sample().reshape(GAMES, -1)
-            games.step(0)
+            envs.step(0)
             for episodes, (score, _, length) in zip(returns, mailbox.episode):
                 if length and len(episodes) < EPISODES:
                     episodes.append(float(score))
     finally:
-        games.close()
+        envs.close()
     return np.ravel(returns)
 
 

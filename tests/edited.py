@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REPORTS = ('self.last["time"] >= 5:', 'self.last["time"] >= 1:')  # a report every second
+REPORTS = ('(seconds := change["time"]) < 5:', '(seconds := change["time"]) < 1:')  # a report every second
 
 # The observation says which environment it is from, which episode and which step; the reward says which action was taken.
 COUNTING = """

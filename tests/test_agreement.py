@@ -21,8 +21,7 @@ DIFFERS = {
         "ENV_SHARED_MEMORY", "IMAGE", "make_envs", "Mailbox.__init__", "Agent", "Agent.__init__", "Agent.encode",
         "Agent.forward", "appo_loss", "WorkerEnvs.__init__", "WorkerEnvs.reset", "WorkerEnvs.step",
         "Inference.__init__", "Inference.act", "Learner.load", "Learner.update", "save_checkpoint", "evaluate",
-        "parse_args", "Reporter", "Reporter.__init__", "Reporter.counters", "Reporter.report", "learn", "train",
-        "main",
+        "parse_args", "Reporter.__init__", "Reporter.update", "train", "main",
     },
     "appo_pbt_doom.py": {
         "Args.env_id", "Args.total_timesteps", "Args.device", "Args.evaluate", "Args.eval_episodes",
@@ -34,7 +33,7 @@ DIFFERS = {
         "WorkerEnvs.step", "WorkerEnvs.close", "actor", "actor_process", "Actors", "Actors.__init__", "Actors.wait",
         "Inference.__init__", "Inference.store", "sampling", "Learner.__init__", "Learner.collect", "Learner.gather",
         "Learner.iterate", "Learner.update", "load_agent", "evaluate", "parse_args", "Reporter", "Reporter.__init__",
-        "Reporter.counters", "Reporter.update", "Reporter.report", "learn", "train", "main",
+        "Reporter.update", "learn", "train", "main",
     },
 }  # fmt: skip
 # What appo_doom.py has and a variant has not: names that begin with one of these.
@@ -50,9 +49,9 @@ WITHOUT = {
     ),
     "appo_pbt_doom.py": (
         "SESSION, FIXED", "join_ranks", "rank_of", "sum_over_ranks", "from_first_rank", "DoomEnv.setup",
-        "DoomEnv.setup_own", "DoomEnv.read_state", "DoomEnv.observation", "DoomEnv.bonus", "make_envs",
-        "WorkerEnvs.write", "Actors: SHORT_LIFE", "Actors.start_all", "Actors.start", "Actors.in_thread",
-        "Actors.replace", "Actors.stop", "Learner.sum_counts",
+        "DoomEnv.setup_own", "DoomEnv.observation", "DoomEnv.bonus", "make_envs", "WorkerEnvs.write",
+        "Actors: SHORT_LIFE", "Actors.start_all", "Actors.start", "Actors.in_thread", "Actors.replace", "Actors.stop",
+        "Learner.sum_counts",
     ),
 }  # fmt: skip
 # The other way round.

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -282,7 +283,7 @@ def test_an_observation_that_is_not_finite_changes_nothing(appo, number):
     if hasattr(appo, "LabEnv"):
         pytest.skip("it has no floats in its observations")
     args, agent = make_agent(appo)
-    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None)
+    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, counts=Counter())
     learner = appo.Learner(args, agent, inference, torch.device("cpu"))
     batches = [make_batch(appo, agent, seed=seed) for seed in range(2)]
     batches[1].obs["vector"][3, 1, 2] = number

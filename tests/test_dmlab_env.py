@@ -634,32 +634,35 @@ def test_the_score_is_capped_after_the_mean(tmp_path):
     episodes = [[[task.random, 0.0, 10.0]] * 10 for task in appo.TASKS.values()]
     people = next(iter(appo.TASKS.values()))
     episodes[0] = [[people.random, 0.0, 10.0], [people.random + 3 * (people.human - people.random), 0.0, 10.0]] * 5
-    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes), score=None, settled=None)
-    scalars = appo.Reporter.scores(reporter)
-    assert scalars["charts/human_normalized"] == pytest.approx(150 / 30) and reporter.settled
-    assert scalars["charts/human_normalized_capped"] == reporter.score == pytest.approx(100 / 30)
+    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes))
+    score, _, scalars = appo.Reporter.scores(reporter)
+    assert scalars["charts/human_normalized"] == pytest.approx(150 / 30)
+    assert scalars["charts/human_normalized_capped"] == score == pytest.approx(100 / 30)
     episodes[3] = []
-    assert "charts/human_normalized_capped" not in appo.Reporter.scores(reporter) and not reporter.settled
+    score, _, scalars = appo.Reporter.scores(reporter)
+    assert "charts/human_normalized_capped" not in scalars and score == -np.inf
 
 
 def test_the_score_of_levels_without_scores_of_people_is_the_mean_return(tmp_path):
     args = make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01")
     episodes = [[[2.0, 0.0, 10.0]] * 10, []]
-    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes), score=None, settled=None)
-    appo.Reporter.scores(reporter)
-    assert reporter.score is None and not reporter.settled, "one of the tasks has no episode yet"
+    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes))
+    score, text, _ = appo.Reporter.scores(reporter)
+    assert (score, text) == (-np.inf, ""), "one of the tasks has no episode yet"
+    episodes[1] = [[4.0, 0.0, 10.0]] * 9
+    assert appo.Reporter.scores(reporter)[:2] == (-np.inf, "return 3.00, "), "ten of each are enough, nine are not"
     episodes[1] = [[4.0, 0.0, 10.0]] * 10
-    scalars = appo.Reporter.scores(reporter)
-    assert reporter.score == 3.0 and reporter.text == "return 3.00, " and reporter.settled
+    score, text, scalars = appo.Reporter.scores(reporter)
+    assert (score, text) == (3.0, "return 3.00, ")
     assert scalars["tasks/seekavoid_arena_01/episodic_return"] == 4.0 and "charts/human_normalized" not in scalars
 
 
 def test_the_best_is_kept_once_scores_are_settled(tmp_path, monkeypatch):
-    clock, scores, saved = itertools.count(0.0, 40.0), [(9.0, False), (1.0, True), (5.0, True), (3.0, True)], []
+    clock, scores, saved = itertools.count(0.0, 40.0), [-np.inf, 1.0, 5.0, 3.0], []
     monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: next(clock))))
     monkeypatch.setattr(appo, "save_checkpoint", lambda path, learner: saved.append((path.name, learner.best_return)))
-    reporter = SimpleNamespace(bar=SimpleNamespace(close=lambda: None))
-    reporter.update = lambda metrics: vars(reporter).update(zip(("score", "settled"), scores.pop(0))) or True
+    closed = SimpleNamespace(close=lambda: None)
+    reporter = SimpleNamespace(bar=closed, writer=closed, update=lambda metrics: scores.pop(0))
     learner = SimpleNamespace(best_return=-float("inf"), global_step=0, version=0, collect=lambda: "slots",
                               iterate=lambda slots: {} if scores else None)  # fmt: skip
     appo.learn(make_args(tmp_path), tmp_path, learner, reporter)

@@ -124,6 +124,15 @@ def test_exception_in_step_ends_the_run_with_the_reason_last(start):
     assert len(checkpoints(r)) >= 1
 
 
+@pytest.mark.parametrize("when, line", [("start", "            self.game.init()\n"), ("step", "        self.tics += self.frameskip\n")])
+@pytest.mark.parametrize("what, reason", [("raise ValueError('no such monster')", "ValueError: no such monster"),
+                                          ("sys.exit()", "RuntimeError: the actor has ended")])  # fmt: skip
+def test_exception_without_workers_ends_the_run_with_the_reason_last(run, when, line, what, reason):
+    indent = line[: len(line) - len(line.lstrip())]
+    r = run(*IN_PROCESS, edits=[(line, f"{indent}{what}\n{line}")])
+    assert r.wait(60) == 1 and r.text().strip().splitlines()[-1] == reason, r.text()
+
+
 # Python's own sleep lets other threads run; a library that holds the interpreter's lock lets nobody look
 HANGS = dict(python="time.sleep(1000)", library="ctypes.PyDLL(None).sleep(1000)")
 
@@ -370,7 +379,7 @@ def test_truncated_newest_checkpoint(run):
 
 
 def test_non_finite_loss_stops_before_the_weights_are_spoiled(run):
-    line = "        return self.observation(), reward, terminated"
+    line = "        return observation, reward, terminated"
     r = run(*SMALL, edits=[(line, f"        reward = float('nan') if self.tics > 200 else reward\n{line}")])
     assert r.wait(60) == 1
     assert r.text().strip().splitlines()[-1].startswith("FloatingPointError: the loss (nan)")

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -851,13 +852,16 @@ def test_default_objective(env_id, default):
 
 
 @pytest.mark.parametrize("objective, mean", [("return", 2), ("kills", 6), ("frags", 7), ("wins", 4)])
-def test_the_objective_is_the_mean_of_its_column(objective, mean):
+def test_the_objective_is_the_mean_of_its_column(tmp_path, objective, mean):
     sent, episodes = [], [[1, 2, 3, 4, 5, 6, 7, 8], [3, 2, 3, 8, 9, 6, 7, 0]]
-    inference = SimpleNamespace(episodes=episodes, served=0, batches=0, idle=0.0, blocked=0.0)
-    learner, writer = SimpleNamespace(inference=inference, global_step=9, waited=0.0), SimpleNamespace(add_scalar=lambda *scalar: None)
-    reporter = appo.Reporter(appo.Args(pbt_target_objective=objective), learner, writer, SimpleNamespace(send=lambda **report: sent.append(report)))
+    learner = SimpleNamespace(inference=SimpleNamespace(episodes=episodes, counts=Counter()), global_step=9)
+    control = SimpleNamespace(send=lambda **report: sent.append(report))
+    reporter = appo.Reporter(appo.Args(pbt_target_objective=objective), learner, tmp_path, control)
     reporter.last["time"] -= 5
-    assert reporter.update({}) and (sent[0]["objective"], sent[0]["step"]) == (mean, 9)
+    assert reporter.update({}) == -np.inf and (sent[0]["objective"], sent[0]["step"]) == (mean, 9)
+    episodes *= 50
+    reporter.last["time"] -= 5
+    assert reporter.update({}) == 2, "the mean return of enough episodes"
 
 
 def test_what_a_resumed_population_keeps(tmp_path):

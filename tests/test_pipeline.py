@@ -42,7 +42,7 @@ class Pipeline:
         timer.start()
         self.sampling.__enter__()
         timer.cancel()
-        assert not self.stop, f"the environments did not start within a minute; {self.log}"
+        assert not self.stop.asked_at, f"the environments did not start within a minute; {self.log}"
         return self
 
     def __exit__(self, *error):
@@ -190,7 +190,7 @@ def test_back_pressure(appo):
                 if me in last:
                     np.testing.assert_array_equal(last[me]["obs"][-1], rollout["obs"][0])
                 last[me] = rollout
-    assert len(last) == pipeline.rows + 4 and pipeline.inference.blocked > 0.5
+    assert len(last) == pipeline.rows + 4 and pipeline.inference.counts["blocked"] > 0.5
 
 
 def test_slots_are_enough_in_every_order(appo):
@@ -255,7 +255,7 @@ def test_sync_survives_an_actor_killed_between_its_splits(tmp_path):
             next(batches)
             actors.actors[0].kill()
             deadline = time.monotonic() + 60
-            while actors.starts[0] <= deaths or actors.served[0] == 0:  # until one split has asked, and mostly not the other
+            while actors.deaths < deaths or actors.served[0] == 0:  # until one split has asked, and mostly not the other
                 assert time.monotonic() < deadline, pipeline.log
                 time.sleep(0.01)
             actors.actors[0].kill()

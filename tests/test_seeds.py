@@ -22,7 +22,7 @@ SMALL = ("--env-id", "basic", "--num-workers", "1", "--num-envs-per-worker", "4"
 
 def line(tmp_path, *flags):
     """The command line, and the script that it trains with."""
-    script = edited(tmp_path, "appo_edited", (REPORTS[0], 'self.last["time"] >= 0.3:'))
+    script = edited(tmp_path, "appo_edited", (REPORTS[0], '(seconds := change["time"]) < 0.3:'))
     return [sys.executable, ROOT / "benchmark" / "seeds.py", "--folder", tmp_path / "runs", *flags, "--", sys.executable, script, *SMALL]
 
 
