@@ -268,13 +268,14 @@ def test_the_pipe_of_a_new_actor_takes_the_place_of_the_old_ones(actors, seen_fi
         new = new_actor(door, 2)
         actors.wait()
         old.close()
+        actors.wait(0)
     else:
         old.close()
         if seen_first == "death":
             actors.wait(), actors.wait()
             assert actors.requests == [2] and actors.pipes[2] is None
         new = new_actor(door, 2)
-    actors.wait()
+        actors.wait()
     assert actors.requests == [2]
     appo.write_split(new, 0)
     actors.wait()
