@@ -135,13 +135,13 @@ class Args:
     num_envs_per_worker: int = 16  # environments per worker
     worker_num_splits: int | None = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
-    with CUDA and an even number of environments, else 1 (on a CPU who waits leaves the core to the network)"""
+    with CUDA and an even number of environments, else 1 (on a CPU the network uses the core of who waits)"""
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """seconds after which a step of an actor's environments, or the start of one, counts as hung. (So does a pause.)"""
+    """seconds after which a step of an actor's environments, or the start of one, counts as hung (Ctrl-Z, too)"""
     inference_threads: int | None = None  # CPU threads of inference (of each rank). Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner (of each rank). Default: by the number of cores
 
@@ -150,7 +150,7 @@ class Args:
     batch_size: int | None = None
     """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near rows * rollout
     / 4, from 256 to 8192; with sync rows * rollout"""
-    num_epochs: int = 1  # passes over each batch; with sync PPO clips nothing in the first
+    num_epochs: int = 1  # passes over each batch; with --sync the ratio is 1 in the first, so that PPO clips nothing
     max_batches_ahead: int = 1  # batches collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 2.5e-4  # of Adam
@@ -204,7 +204,7 @@ def resolve(args: Args) -> Args:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
         raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    cpu, cores, quota = args.device == "cpu", len(os.sched_getaffinity(0)), np.inf
+    cpu, cores, quota = torch.device(args.device).type == "cpu", len(os.sched_getaffinity(0)), np.inf
     with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
         quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
         quota /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -248,9 +248,9 @@ STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal
 
 def on_signal(number: int, frame) -> None:
     """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
-    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and the exit code is 130. One that
+    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
     comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
-    sent twice by a launcher, and while a checkpoint is being written it does nothing."""
+    sent twice by a launcher, and while a checkpoint is being written it is ignored."""
     STOP.asked_at = STOP.asked_at or time.monotonic()
     if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
         os.write(2, b"\nstopped at once\n")
@@ -259,23 +259,23 @@ def on_signal(number: int, frame) -> None:
 
 # Under `torchrun` each of its processes ("ranks") runs this whole pipeline, with actors of its own, and all of them
 # take every step of the optimiser together: the step that one process would take on the union of their batches. For
-# that, each rank divides its sums by the number of samples of all ranks, so that the sum over the ranks is the mean
-# over the union: of advantages and their squares, the symmetric KL and the metrics (appo_loss), of the loss and the
-# gradients (Learner.update), and of the statistics of the inputs (Normalizer). The counts of an iteration are summed
-# too (Learner.sum_counts). Without `torchrun` the functions below do nothing.
+# that, each rank divides its sums by the number of samples of all ranks; then the sum over the ranks is the mean over
+# the union. Summed are the advantages and their squares, the symmetric KL and the metrics (appo_loss), the loss and the
+# gradients (Learner.update), the statistics of the inputs (Normalizer), and the counts of an iteration
+# (Learner.sum_counts). Without `torchrun` the functions below do nothing.
 
 
 def join_ranks() -> None:
     """Meets the other ranks, and takes this one's share of the machine's cores."""
     if not dist.is_torchelastic_launched():
         return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the launcher is killed, it stops us even so
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: the kernel stops us when the launcher is killed
     i, n = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // n  # the same for all: they wait for the slowest
     os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
     store, rank, ranks = next(dist.rendezvous("env://"))
-    if n == ranks:  # after a restart on one machine the store still has the addresses of the dead, and NCCL's last word
+    if n == ranks:  # one machine: after a restart its store still has the addresses of the dead, and NCCL's last error
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -408,7 +408,7 @@ class Spaces(NamedTuple):
 
 
 def by_name(observation) -> dict:
-    """An observation, or the space of one, as a dict: what is none has the one name `obs`."""
+    """An observation, or the space of one, as a dict: one that is no dict becomes {"obs": it}."""
     return dict(observation) if isinstance(observation, (dict, gym.spaces.Dict)) else dict(obs=observation)
 
 
@@ -464,7 +464,7 @@ class Mailbox:
 class Rollouts:
     """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
     device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
-    asking the device. NaN: should a slot be read before it was written, the loss would not be finite.
+    asking the device. They start as NaN: where a slot was read before it was written, the loss would not be finite.
 
     A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
     `Learner.collect` makes it LEARNING, `Inference.release` FREE.
@@ -489,7 +489,7 @@ def slots_needed(args: Args) -> int:
     waits for its n slots and the learner for its B, none is FILLING and fewer than B are FULL, so at least n are free.
 
     What `sync` is: as many slots as one batch, one for every row, which `Learner.iterate` gives back only after the
-    update. Everything else that it changes is a default in `resolve`."""
+    update. What else it changes are defaults and checks in `resolve`."""
     B, n = args.batch_size // args.rollout, args.num_envs_per_worker // args.worker_num_splits
     if args.sync:
         return B
@@ -544,7 +544,7 @@ class Normalizer(nn.Module):
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
         """x [N, *shape], finite, of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque
         1979)."""
-        x = x[valid].float() / self.unit  # waits for the device, as the check of the loss before it has done
+        x = x[valid].float() / self.unit  # waits for the device: `iterate` has done so already
         n = int(sum_over_ranks(torch.tensor(len(x))))
         if n == 0:
             return
@@ -585,10 +585,11 @@ class Agent(nn.Module):
     Then a layer of `hidden_size`, joined by two layers of 128 for vectors, where there are such; a recurrent core, if
     asked for; value and logits. ReLU. Weights orthogonal with CleanRL's gains, `impala`'s convolutions as PyTorch's.
 
-    Every vector of the observation is an input already; another image or a text needs a line in `__init__` and in
-    `encode`. A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent
-    state for each row; 0 for none), `forward` and `update_normalizers`; each parameter has a gradient, and nothing
-    depends on `train()`. The flags of this one: normalize_input, encoder, rnn_type, hidden_size, precision.
+    Every vector that the environment's space and observation have is an input already; for another image or a text
+    edit `__init__` and `encode`, too. A network of your own has these two arguments, `heads` (of Spaces), `state_size`
+    (floats of recurrent state for each row; 0 for none), `forward` and `update_normalizers`; each parameter has a
+    gradient, buffers are updated in place, and nothing depends on `train()`. The flags of this one: normalize_input,
+    encoder, rnn_type, hidden_size, precision.
     """
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -698,7 +699,7 @@ def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: 
 
 def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[int, ...]):
     """logits [..., sum(heads)], actions [..., heads] -> joint log-probability, entropy and symmetric KL to the uniform
-    policy, [...] each, summed over the independent heads. An action whose logit is -inf is none."""
+    policy, [...] each, summed over the independent heads. An action whose logit is -inf is left out."""
     logprob = entropy = symmetric_kl = 0.0
     for h, head in enumerate(logits.split(heads, dim=-1)):
         logp = head.log_softmax(-1)
@@ -883,8 +884,9 @@ def write_split(pipe, split: int) -> None:
 
 
 def actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
-    """What an actor does. A byte that it writes to its pipe says that the rows of that split are written, one that it
-    reads that their actions are. The end of the pipe is the end of the run, or of the main process."""
+    """What an actor does. A byte that it writes to its pipe says that the rows of that split are written. A byte that
+    it reads says that the actions of that split are. The end of the pipe is the end of the run, or of the main process.
+    """
     # The kernel ends a process whose timer runs out. With --num-workers 0 there is none: you may be in a debugger.
     seconds, hangup = args.actor_timeout if args.num_workers else 0.0, select.poll()
     timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
@@ -895,6 +897,7 @@ def actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
         if hangup.poll(0):
             sys.exit()
 
+    before_start()
     envs = WorkerEnvs(args, worker, mailbox.numpy(), seed, before_start)
     for split in range(args.worker_num_splits):
         envs.reset(split)
@@ -975,7 +978,7 @@ class Actors:
             started = threading.Thread(target=self.in_thread, args=arguments, **named)
         started.start()
         self.actors[worker] = started
-        # On return `pipe` is closed here, so that it is open in the actor alone, and ends with it.
+        # On return nothing refers to `pipe` here, so it is closed: the actor's copy is the only one, and ends with it.
 
     def in_thread(self, *arguments) -> None:
         self.error = RuntimeError("the actor has ended")  # by sys.exit
@@ -1015,7 +1018,7 @@ class Actors:
         if not self.args.num_workers:  # a thread is not replaced
             raise self.error
         self.actors[worker].join(5)
-        self.actors[worker].kill()  # where only its pipe has ended
+        self.actors[worker].kill()  # if it has closed its pipe, but lives
         self.actors[worker].join(5)
         how = f"died (exit code {self.actors[worker].exitcode})"
         if self.actors[worker].exitcode == -signal.SIGALRM:
@@ -1212,7 +1215,8 @@ class Inference:
         self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
         for group in groups:
             self.t[group] += 1
-        self.counts.update(served=n, batches=1)
+        self.counts["served"] += n
+        self.counts["batches"] += 1
 
 
 @contextlib.contextmanager
@@ -1296,16 +1300,16 @@ class Learner:
         batch, lags = self.gather(slots)
         if not args.sync:
             self.inference.release(slots)
-        # Infinities are clipped to +-5, so no loss would show them. Squares: the statistics need them.
+        # Infinities are clipped to +-5, so no loss would show them. Of squares the statistics are made.
         finite = all(bool(x.square().isfinite().all()) for x in batch.obs.values() if x.is_floating_point())
-        masked = np.count_nonzero(lags >= args.max_policy_lag)
-        valid, masked, lag, broken, left = self.sum_counts(len(lags), masked, lags.sum(), not finite)
-        if left:
+        too_old = np.count_nonzero(lags >= args.max_policy_lag)
+        valid, too_old, lag, broken, leaving = self.sum_counts(len(lags), too_old, lags.sum(), not finite)
+        if leaving:
             return None
         if broken:
             raise FloatingPointError("an observation is not finite")
         self.global_step += int(valid)
-        if valid == masked:  # a batch without a usable sample is no update
+        if valid == too_old:  # a batch without a usable sample is no update
             self.skipped += 1
         else:
             if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
@@ -1316,18 +1320,18 @@ class Learner:
         if args.sync:  # only now: the next samples are all of the newest version
             self.inference.release(slots)
         if valid:
-            metrics |= {"lag/mean": lag / valid, "lag/max": lags.max(initial=0), "lag/masked": masked / valid}
+            metrics |= {"lag/mean": lag / valid, "lag/max": lags.max(initial=0), "lag/masked": too_old / valid}
         return metrics
 
-    def sum_counts(self, valid=0, masked=0, lag=0, broken=0, left=0) -> list[float]:
-        """The sums over all ranks, which this waits for. left: this rank ends the run, for all of them."""
+    def sum_counts(self, valid=0, too_old=0, lag=0, broken=0, leaving=0) -> list[float]:
+        """The sums over all ranks, which this waits for. leaving: this rank ends the run, for all of them."""
         start = time.perf_counter()
-        sums = sum_over_ranks(torch.tensor([valid, masked, lag, broken, left], dtype=torch.float64)).tolist()
+        sums = sum_over_ranks(torch.tensor([valid, too_old, lag, broken, leaving], dtype=torch.float64)).tolist()
         self.inference.counts["ranks"] += time.perf_counter() - start
         return sums
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """One optimiser step for each epoch. All but the last are published here, the last by the caller."""
+        """One optimiser step for each epoch. Publishes the weights after each but the last: that is for the caller."""
         for epoch in range(self.args.num_epochs):
             if epoch:
                 self.publish()
@@ -1467,8 +1471,8 @@ def evaluate(args: Args, folder: Path) -> list[float]:
 
 
 def parse_args() -> tuple[Args, Path]:
-    """Args as typed, and the run's folder. Of an experiment that is there what was typed before still holds, except for
-    what is typed now. Raises UserError."""
+    """Args as typed, and the run's folder. For an experiment that exists its saved flags hold, except for those typed
+    now. Raises UserError."""
     args = tyro.cli(Args)
     for name in EVALUATION:
         if getattr(args, name) != getattr(Args, name) and not args.evaluate:
@@ -1515,8 +1519,8 @@ def keep_freed_memory() -> None:
 
 
 class Reporter:
-    """The progress bar, log.txt and TensorBoard, on rank 0 alone: returns, lag and times are its own, steps those of
-    all ranks. Every rate is over the window since the last report."""
+    """The progress bar, log.txt and TensorBoard, on rank 0 alone: returns and times are its own, steps those of all
+    ranks. Every rate is over the window since the last report."""
 
     def __init__(self, args: Args, learner: Learner, folder: Path, log):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
@@ -1578,7 +1582,7 @@ def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter | 
     try:
         while learner.global_step < args.total_timesteps:
             if (slots := learner.collect()) is None:
-                learner.sum_counts(left=1)
+                learner.sum_counts(leaving=1)
                 break
             if (metrics := learner.iterate(slots)) is None:
                 break
@@ -1590,8 +1594,8 @@ def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter | 
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved, saved_at = learner.version, now
     finally:
-        if isinstance(sys.exception(), UserError):  # this rank's alone: an actor that cannot be kept alive
-            learner.sum_counts(left=1)
+        if isinstance(sys.exception(), UserError):  # only this rank has it: an actor that cannot be kept alive
+            learner.sum_counts(leaving=1)
         foreseen = sys.exception() is None or isinstance(sys.exception(), (FloatingPointError, UserError))
         if reporter:
             reporter.bar.close()
@@ -1614,6 +1618,7 @@ def train(typed: Args, folder: Path) -> int:
     spaces = spaces_of(args)
     T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
     rows = max(1, W) * args.num_envs_per_worker
+    check_shared_memory(spaces, rows)
     log_file, checkpoints = None, folder / "checkpoints"
 
     def log(text: str, show: bool = True) -> None:
@@ -1626,7 +1631,6 @@ def train(typed: Args, folder: Path) -> int:
     def begin() -> dict | None:
         """On rank 0 alone: the others have neither log nor checkpoints."""
         nonlocal log_file
-        check_shared_memory(spaces, rows)
         log_file = open_log(folder)
         return load_checkpoint(checkpoints, "latest", log)
 

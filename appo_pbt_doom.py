@@ -148,13 +148,13 @@ class Args:
     num_envs_per_worker: int = 16  # environments per worker
     worker_num_splits: int | None = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
-    with CUDA and an even number of environments, else 1 (on a CPU who waits leaves the core to the network)"""
+    with CUDA and an even number of environments, else 1 (on a CPU the network uses the core of who waits)"""
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """seconds after which a step of an actor's environments, or the start of one, counts as hung. (So does a pause.)"""
+    """seconds after which a step of an actor's environments, or the start of one, counts as hung (Ctrl-Z, too)"""
     inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
 
@@ -183,7 +183,7 @@ class Args:
     batch_size: int | None = None
     """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2, from 1024 to 8192; with
     sync rows * rollout"""
-    num_epochs: int = 1  # passes over each batch; with sync PPO clips nothing in the first
+    num_epochs: int = 1  # passes over each batch; with --sync the ratio is 1 in the first, so that PPO clips nothing
     max_batches_ahead: int = 1  # batches collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -245,7 +245,7 @@ def resolve(args: Args) -> Args:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
         raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    cpu, cores, quota = args.device == "cpu", len(os.sched_getaffinity(0)), np.inf
+    cpu, cores, quota = torch.device(args.device).type == "cpu", len(os.sched_getaffinity(0)), np.inf
     with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
         quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
     if args.precision == "auto":
@@ -307,7 +307,7 @@ def on_signal(number: int, frame) -> None:
     """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
     at it twice a second, `learn` saves what is new, `sampling` ends the actors, and the exit code is 130. One that
     comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
-    sent twice by a launcher, and while a checkpoint is being written it does nothing."""
+    sent twice by a launcher, and while a checkpoint is being written it is ignored."""
     STOP.asked_at = STOP.asked_at or time.monotonic()
     if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
         os.write(2, b"\nstopped at once\n")
@@ -442,8 +442,8 @@ exec setpriv --pdeathsig KILL sh -c '[ $PPID = {os.getpid()} ] && exec "$@"' - {
 
 
 def unlink_shared_memory() -> None:
-    """Of this process's engines, which have it open: without a name it goes with the processes, however they end. Only
-    an engine that is killed while it starts leaves its file behind, 3 MiB at most."""
+    """That of this process's engines, once they have opened it: without a name it goes with the processes, however they
+    end. Only an engine that is killed while it starts leaves its file behind, 3 MiB at most."""
     for line in open("/proc/self/maps"):
         if "/dev/shm/ViZDoom" in line and "(deleted)" not in line:
             Path(line.split()[-1]).unlink(missing_ok=True)
@@ -754,7 +754,7 @@ class Spaces(NamedTuple):
 
 
 def by_name(observation) -> dict:
-    """An observation, or the space of one, as a dict: what is none has the one name `obs`."""
+    """An observation, or the space of one, as a dict: one that is no dict becomes {"obs": it}."""
     return dict(observation) if isinstance(observation, (dict, gym.spaces.Dict)) else dict(obs=observation)
 
 
@@ -840,7 +840,7 @@ class Mailbox:
 class Rollouts:
     """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
     device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
-    asking the device. NaN: should a slot be read before it was written, the loss would not be finite.
+    asking the device. They start as NaN: where a slot was read before it was written, the loss would not be finite.
 
     A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
     `Learner.collect` makes it LEARNING, `Inference.release` FREE.
@@ -948,10 +948,11 @@ class Agent(nn.Module):
     """The network of the Sample Factory paper: convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride), a layer
     of `hidden_size`, joined by two layers of 128 for the vectors, then a recurrent core, then value and logits. ELU.
 
-    Every vector of the observation is an input already; another image or a text needs a line in `__init__` and in
-    `encode`. A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent
-    state for each row; 0 for none), `forward` and `update_normalizers`; each parameter has a gradient, and nothing
-    depends on `train()`. The flags of this one: normalize_input, rnn_type, hidden_size, precision.
+    Every vector that the environment's space and observation have is an input already; for another image or a text
+    edit `__init__` and `encode`, too. A network of your own has these two arguments, `heads` (of Spaces), `state_size`
+    (floats of recurrent state for each row; 0 for none), `forward` and `update_normalizers`; each parameter has a
+    gradient, buffers are updated in place, and nothing depends on `train()`. The flags of this one: normalize_input,
+    rnn_type, hidden_size, precision.
     """
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -1052,7 +1053,7 @@ def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: 
 
 def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[int, ...]):
     """logits [..., sum(heads)], actions [..., heads] -> joint log-probability, entropy and symmetric KL to the uniform
-    policy, [...] each, summed over the independent heads. An action whose logit is -inf is none."""
+    policy, [...] each, summed over the independent heads. An action whose logit is -inf is left out."""
     logprob = entropy = symmetric_kl = 0.0
     for h, head in enumerate(logits.split(heads, dim=-1)):
         logp = head.log_softmax(-1)
@@ -1276,8 +1277,8 @@ def write_split(pipe, split: int) -> None:
 def actor(args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list[Mailbox], served: torch.Tensor,
           pipes: list) -> None:  # fmt: skip
     """What an actor does. It has a pipe to each policy. A byte that it writes there says that the policy's rows of that
-    split are written, one that it reads that their actions are. The end of any pipe is the end of the run, of the main
-    process or of that policy."""
+    split are written. A byte that it reads says that their actions are. The end of any pipe is the end of the run, of
+    the main process or of that policy."""
     # The kernel ends a process whose timer runs out.
     seconds, hangup, replies = args.actor_timeout, select.poll(), selectors.DefaultSelector()
     for pipe in pipes:
@@ -1297,6 +1298,7 @@ def actor(args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list
         for pipe in pipes:
             write_split(pipe, split)
 
+    before_start()
     envs = WorkerEnvs(args, worker, table, [mailbox.numpy() for mailbox in mailboxes], seed, before_start)
     for split in range(args.worker_num_splits):
         envs.reset(split)
@@ -1365,7 +1367,9 @@ class Workers:
             self.start(worker)
         groups, n, _ = self.table.shape
         with tqdm(total=groups * n, desc="starting environments", disable=None) as bar:
-            while (started := int(self.served.clamp(max=self.args.worker_num_splits).sum())) < groups and not STOP.asked_at:
+            started, S = 0, self.args.worker_num_splits
+            while started < groups and not STOP.asked_at:
+                started = int(self.served.clamp(max=S).sum())
                 self.check()
                 time.sleep(0.1)
                 bar.update(started * n - bar.n)
@@ -1644,7 +1648,8 @@ class Inference:
         self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
         for group in groups:
             self.t[group] += 1
-        self.counts.update(served=n, batches=1)
+        self.counts["served"] += n
+        self.counts["batches"] += 1
 
 
 @contextlib.contextmanager
@@ -1738,7 +1743,7 @@ class Learner:
         batch, lags = self.gather(slots)
         if not args.sync:
             self.inference.release(slots)
-        # Infinities are clipped to +-5, so no loss would show them. Squares: the statistics need them.
+        # Infinities are clipped to +-5, so no loss would show them. Of squares the statistics are made.
         if not all(bool(x.square().isfinite().all()) for x in batch.obs.values() if x.is_floating_point()):
             raise FloatingPointError("an observation is not finite")
         self.global_step += len(lags)
@@ -1758,7 +1763,7 @@ class Learner:
         return metrics
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """One optimiser step for each epoch. All but the last are published here, the last by the caller."""
+        """One optimiser step for each epoch. Publishes the weights after each but the last: that is for the caller."""
         for epoch in range(self.args.num_epochs):
             if epoch:
                 self.publish()

@@ -26,14 +26,14 @@ DIFFERS = {
     "appo_pbt_doom.py": {
         "Args.env_id", "Args.total_timesteps", "Args.device", "Args.evaluate", "Args.eval_episodes",
         "Args.num_workers", "Args.inference_threads", "Args.learner_threads", "Args.batch_size", "Args.__post_init__",
-        "LOWEST", "HIGHEST", "EVALUATION", "resolve", "Scenario.shaping", "SCENARIOS", "launcher", "DoomEnv",
-        "DoomEnv: metadata", "DoomEnv.__init__", "DoomEnv.reset", "DoomEnv.step", "DoomEnv.render", "DoomEnv.close",
-        "spaces_of", "Mailbox", "Mailbox.__init__", "Rollouts.__init__", "slots_needed", "check_shared_memory",
-        "Normalizer.update", "Batch.mask", "appo_loss", "WorkerEnvs", "WorkerEnvs.__init__", "WorkerEnvs.reset",
-        "WorkerEnvs.step", "WorkerEnvs.close", "actor", "actor_process", "Actors", "Actors.__init__", "Actors.wait",
-        "Inference.__init__", "Inference.store", "sampling", "Learner.__init__", "Learner.collect", "Learner.gather",
-        "Learner.iterate", "Learner.update", "load_agent", "evaluate", "parse_args", "Reporter", "Reporter.__init__",
-        "Reporter.update", "learn", "train", "main",
+        "LOWEST", "HIGHEST", "EVALUATION", "resolve", "on_signal", "Scenario.shaping", "SCENARIOS", "launcher",
+        "DoomEnv", "DoomEnv: metadata", "DoomEnv.__init__", "DoomEnv.reset", "DoomEnv.step", "DoomEnv.render",
+        "DoomEnv.close", "spaces_of", "Mailbox", "Mailbox.__init__", "Rollouts.__init__", "slots_needed",
+        "check_shared_memory", "Normalizer.update", "Batch.mask", "appo_loss", "WorkerEnvs", "WorkerEnvs.__init__",
+        "WorkerEnvs.reset", "WorkerEnvs.step", "WorkerEnvs.close", "actor", "actor_process", "Actors",
+        "Actors.__init__", "Actors.wait", "Inference.__init__", "Inference.store", "sampling", "Learner.__init__",
+        "Learner.collect", "Learner.gather", "Learner.iterate", "Learner.update", "load_agent", "evaluate",
+        "parse_args", "Reporter", "Reporter.__init__", "Reporter.update", "learn", "train", "main",
     },
 }  # fmt: skip
 # What appo_doom.py has and a variant has not: names that begin with one of these.

@@ -319,7 +319,7 @@ def test_evaluation_killed(run):
     r = run(*IN_PROCESS, "--total-timesteps", "50")
     assert r.wait(60) == 0
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)):
-        r = playing(run("--experiment", "e", "--evaluate", "--eval-episodes", "4"), 4)
+        r = playing(run("--experiment", "e", "--evaluate", "--eval-episodes", "40"), 16)
         os.kill(r.process.pid, number)
         assert r.wait(10) == code and "Traceback" not in r.text() and "checkpoint" not in r.text()
 

@@ -64,7 +64,7 @@ def learn(name: str, rows: slice) -> dict:
         iterate(6, lambda whole: whole.rewards[2, 5].fill_(torch.nan))
     assert all(torch.equal(weights[key], x) for key, x in agent.state_dict().items())
     if dist.is_initialized() and rows.start == 4:  # the last rank ends the run, for all of them
-        learner.sum_counts(left=1)
+        learner.sum_counts(leaving=1)
     elif dist.is_initialized():
         assert iterate(7) is None and inference.counts["ranks"] > 0
     return dict(weights=weights, metrics=seen, counts=counts)
