@@ -304,10 +304,10 @@ STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal
 
 
 def on_signal(number: int, frame) -> None:
-    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
-    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and the exit code is 130. One that
-    comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
-    sent twice by a launcher, and while a checkpoint is being written it is ignored."""
+    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: `watch` looks at it often, every policy saves
+    what is new and ends, the actors with them, and `train` returns 130. One that comes more than a second later ends
+    this process at once; the policies, which see that, save and end even so. Sooner it is the same one, sent twice by a
+    launcher."""
     STOP.asked_at = STOP.asked_at or time.monotonic()
     if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
         os.write(2, b"\nstopped at once\n")

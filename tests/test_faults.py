@@ -232,8 +232,8 @@ def test_ctrl_c_in_a_terminal_while_actors_import(run, seconds):
     time.sleep(seconds)
     os.killpg(r.process.pid, signal.SIGINT)
     assert r.wait(30) == 130
-    assert "stopped: 0 steps" in r.text() and "Traceback" not in r.text()
-    assert not checkpoints(r), "of a network that has learned nothing"
+    assert "stopped: " in r.text() and "Traceback" not in r.text()
+    assert bool(checkpoints(r)) != (", 0 versions," in r.text()), "none of a network that has learned nothing"
 
 
 def test_ctrl_c_while_the_fork_server_starts_is_kept(monkeypatch):

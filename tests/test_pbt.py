@@ -4,6 +4,7 @@ import contextlib
 import csv
 import importlib
 import json
+import multiprocessing.forkserver
 import os
 import queue
 import random
@@ -334,6 +335,7 @@ def test_a_hang_is_ended_and_waiting_is_none(counting, tmp_path, capfd):
     hang = "        if self.count > 2 and os.path.exists('HANG'):\n            os.unlink('HANG'), time.sleep(99)\n".replace("HANG", str(tmp_path / "hang"))
     source = Path(counting.__file__)
     appo = load(edited(tmp_path, "pbt_hanging", (line, line + hang), source=source))
+    multiprocessing.forkserver._forkserver._stop()  # actors write where it does; a new one writes to `capfd`
     with Pipeline(appo, actor_timeout=1.0, num_workers=1, worker_num_splits=1, batch_size=10) as pipeline:
         pipeline.take(0), pipeline.take(1)
         time.sleep(2.5)  # the slots are soon full, and nobody takes them
