@@ -124,10 +124,12 @@ def test_exception_in_step_ends_the_run_with_the_reason_last(start):
     assert len(checkpoints(r)) >= 1
 
 
-@pytest.mark.parametrize("when, line", [("start", "            self.game.init()\n"), ("step", "        self.tics += self.frameskip\n")])
-@pytest.mark.parametrize("what, reason", [("raise ValueError('no such monster')", "ValueError: no such monster"),
-                                          ("sys.exit()", "RuntimeError: the actor has ended")])  # fmt: skip
-def test_exception_without_workers_ends_the_run_with_the_reason_last(run, when, line, what, reason):
+@pytest.mark.parametrize("line, what, reason", [
+    ("            self.game.init()\n", "raise ValueError('no such monster')", "ValueError: no such monster"),
+    ("        self.tics += self.frameskip\n", "sys.exit()", "RuntimeError: the actor has ended"),
+])  # fmt: skip
+def test_exception_without_workers_ends_the_run_with_the_reason_last(run, line, what, reason):
+    """While the environments start, and in a step."""
     indent = line[: len(line) - len(line.lstrip())]
     r = run(*IN_PROCESS, edits=[(line, f"{indent}{what}\n{line}")])
     assert r.wait(60) == 1 and r.text().strip().splitlines()[-1] == reason, r.text()
