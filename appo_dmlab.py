@@ -885,7 +885,7 @@ class Normalizer(nn.Module):
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
         """x [N, *shape], finite, of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque
         1979)."""
-        x = x[valid].float() / self.unit  # waits for the device: `iterate` has done so already
+        x = x[valid].float() / self.unit  # waits for the device, as `Learner.update` has just done
         n = int(sum_over_ranks(torch.tensor(len(x))))
         if n == 0:
             return

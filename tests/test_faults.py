@@ -158,6 +158,16 @@ def test_hang_while_environments_start_is_reported_with_its_stack(run):
     stop(r)
 
 
+def test_a_constructor_that_hangs_is_reported_with_its_stack(run):
+    line = "        self.game, self.frameskip = vizdoom.DoomGame(), frameskip\n"
+    hang = "        if mp.parent_process() and not os.path.exists('hung'):\n            open('hung', 'w')\n            time.sleep(1000)\n"
+    r = run(*SMALL, "--actor-timeout", "3", edits=[(line, f"{hang}{line}")])
+    r.wait_for(lambda: "hung for 3 s (its stack is above); starting another" in r.text(), 60, "its successor")
+    assert re.search(r'File ".*edited_.*.py", line \d+ in __init__', r.text()), "where it hung"
+    goes_on(r, 0)
+    stop(r)
+
+
 def test_engine_hangs_and_main_is_killed(run):
     """The worst case: an actor waits for ever inside a game, and nobody is left to notice but itself."""
     r = training(run(*SMALL, "--actor-timeout", "10"))

@@ -233,6 +233,14 @@ def test_a_resumed_run_does_not_play_the_same_games_again(appo, train, iteration
     assert len(set.union(*sessions)) == 3 * 4
 
 
+def test_a_time_limit_of_no_seconds_is_one(appo, tmp_path):
+    def collect():
+        assert time.monotonic() >= learner.deadline
+
+    learner = SimpleNamespace(version=0, global_step=0, collect=collect, sum_counts=lambda **counts: None)
+    appo.learn(appo.Args(train_for_seconds=0.0), tmp_path, learner, None)
+
+
 def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch):
     """Stopped before the first update: an evaluation would play an untrained network."""
     with monkeypatch.context() as stopped:
