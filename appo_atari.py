@@ -39,8 +39,9 @@ networks in `Agent`, and no engine processes to look after. All else is the same
 
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *batch* is B rollouts, an *iteration* is what the learner does with one.
-A *step* is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that
+is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
+An *iteration* is what it does with the slots that it takes at once: one batch, or `num_batches_per_epoch` of them. A
+*step* is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that
 is published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
 that chose its action.
 
@@ -149,11 +150,14 @@ class Args:
     rollout: int = 32  # steps per rollout (T)
     batch_size: int | None = None
     """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near rows * rollout
-    / 4, from 256 to 8192; with sync rows * rollout"""
-    num_epochs: int = 1  # passes over each batch; with --sync the ratio is 1 in the first, so that PPO clips nothing
-    max_batches_ahead: int = 1  # batches collected ahead of the learner; more hides jitter and adds lag
+    / 4 / num_batches_per_epoch, from 256 to 8192; with sync all batches of an epoch are rows * rollout"""
+    num_batches_per_epoch: int = 1
+    """optimiser steps in an epoch: an iteration collects so many batches, and each epoch deals out its rollouts anew"""
+    num_epochs: int = 1  # passes over these; with --sync the ratio is 1 in the first step, so that PPO clips nothing
+    max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 2.5e-4  # of Adam
+    anneal_lr: bool = False  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
@@ -171,6 +175,7 @@ class Args:
     """normalise every pixel by its running mean and variance, so that a small ball stands out; off: pixels / 255"""
     encoder: Literal["nature", "impala"] = "nature"
     """the convolutions of Mnih et al. (2015), or the residual ones of Espeholt et al. (2018)"""
+    last_action_reward: bool = False  # the network also sees the last action and reward; zeros as an episode begins
     rnn_type: Literal["gru", "lstm", "none"] = "none"  # the recurrent core
     hidden_size: int = 512  # units of the encoder's last layer and of the recurrent core
 
@@ -230,16 +235,17 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
                         f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
     rows = max(1, args.num_workers) * args.num_envs_per_worker
+    batches = args.num_batches_per_epoch
     if args.batch_size is None and args.sync:  # one rollout of every row
-        args.batch_size = rows * args.rollout
+        args.batch_size = rows // batches * args.rollout
     elif args.batch_size is None:
-        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE))
+        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
         args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
     if args.batch_size % args.rollout:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
-    if args.sync and args.batch_size != rows * args.rollout:
-        raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} is not {rows} rows x "
-                        f"{args.rollout} steps = {rows * args.rollout}")  # fmt: skip
+    if args.sync and batches * args.batch_size != rows * args.rollout:
+        raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} x {batches} batches is "
+                        f"not {rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
     return args
 
 
@@ -400,6 +406,11 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     return AtariEnvs(args, num_envs)
 
 
+def heads_of(action_space: gym.Space) -> tuple[int, ...]:
+    """Number of actions of each of its independent heads."""
+    return tuple(map(int, np.atleast_1d(getattr(action_space, "nvec", getattr(action_space, "n", 0)))))
+
+
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
@@ -423,7 +434,10 @@ def spaces_of(args: Args) -> Spaces:
     if not boxes or not isinstance(action, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)) or np.any(action.start):
         raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
                         "Discrete or MultiDiscrete from 0 on")  # fmt: skip
-    return Spaces(obs, tuple(map(int, np.atleast_1d(getattr(action, "nvec", getattr(action, "n", 0))))))
+    heads = heads_of(action)
+    if args.last_action_reward:  # WorkerEnvs writes it: the action one-hot, the reward as it is trained on
+        obs["last_action_reward"] = gym.spaces.Box(-np.inf, np.inf, (sum(heads) + 1,), np.float32)
+    return Spaces(obs, heads)
 
 
 # === Mailbox and rollouts =============================================================================================
@@ -485,15 +499,17 @@ class Rollouts:
 
 
 def slots_needed(args: Args) -> int:
-    """A slot for every row to fill, and `max_batches_ahead` batches FULL. B + n rule out deadlock: when every group
-    waits for its n slots and the learner for its B, none is FILLING and fewer than B are FULL, so at least n are free.
+    """A slot for every row to fill, and `max_batches_ahead` iterations FULL, of `count` rollouts each. count + n rule
+    out deadlock: when every group waits for its n slots and the learner for its count, none is FILLING and fewer than
+    count are FULL, so at least n are free.
 
-    What `sync` is: as many slots as one batch, one for every row, which `Learner.iterate` gives back only after the
+    What `sync` is: as many slots as one iteration, one for every row, which `Learner.iterate` gives back only after the
     update. What else it changes are defaults and checks in `resolve`."""
-    B, n = args.batch_size // args.rollout, args.num_envs_per_worker // args.worker_num_splits
+    count = args.num_batches_per_epoch * args.batch_size // args.rollout
+    n = args.num_envs_per_worker // args.worker_num_splits
     if args.sync:
-        return B
-    return max(args.num_workers * args.num_envs_per_worker, B + n) + args.max_batches_ahead * B
+        return count
+    return max(args.num_workers * args.num_envs_per_worker, count + n) + args.max_batches_ahead * count
 
 
 def fields_of(memory: Mailbox | Rollouts) -> list:
@@ -744,7 +760,7 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
 
 
 class Batch(NamedTuple):
-    """B rollouts on the learner's device, [time, rollout, ...]."""
+    """Rollouts on the learner's device, [time, rollout, ...]: B of one optimiser step, or all of an iteration."""
 
     obs: dict[str, torch.Tensor]  # by name [T+1, B, ...]
     first: torch.Tensor  # bool [T+1, B]
@@ -840,6 +856,8 @@ class WorkerEnvs:
         self.before_start()
         self.write(r, envs.reset(seed=seed)[0])
         mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
+        if self.args.last_action_reward:
+            mailbox.obs["last_action_reward"][r] = 0.0
 
     def step(self, split: int) -> None:
         r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
@@ -850,6 +868,9 @@ class WorkerEnvs:
         raw_reward = info.get("raw_reward", reward)
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
+        if self.args.last_action_reward:
+            one_hot = [np.eye(n)[a] for n, a in zip(heads_of(envs.single_action_space), mailbox.action[r].T)]
+            mailbox.obs["last_action_reward"][r] = np.column_stack([*one_hot, reward]) * ~first[:, None]
         self.ended[split] = terminated | truncated
         totals += np.stack([raw_reward, reward, np.ones(self.n)], axis=-1) * ~first[:, None]
         over = np.asarray(info.get("game_over", self.ended[split]), bool)  # not where a lost life ended it
@@ -1247,23 +1268,23 @@ class Learner:
         self.slots: list[int] = []  # FULL ones, the oldest first
         self.version = 0  # of the policy published last
         self.global_step = 0  # valid transitions received
-        self.skipped = 0  # batches without a single usable sample
+        self.skipped = 0  # iterations, or steps of one, without a single usable sample
         self.best_return = -float("inf")
         self.deadline = np.inf  # when the time is up
 
     def load(self, checkpoint: dict) -> None:
         """All but the weights, which the agent has already."""
         self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
         self.best_return = checkpoint["best_return"]
         self.inference.episodes.extend(checkpoint["episodes"])
         self.inference.acting.publish(self.version)
 
     def collect(self) -> np.ndarray | None:
-        """Waits for the slots of a batch: FULL -> LEARNING. None when the time is up or the user stops the run. Raises
-        what has ended the inference thread."""
-        start, count = time.perf_counter(), self.args.batch_size // self.args.rollout
+        """Waits for the slots of an iteration: FULL -> LEARNING. None when the time is up or the user stops the run.
+        Raises what has ended the inference thread."""
+        start, args = time.perf_counter(), self.args
+        count = args.num_batches_per_epoch * args.batch_size // args.rollout
         while not STOP.asked_at and time.monotonic() < self.deadline:
             if len(self.slots) >= count:
                 self.inference.counts["waited"] += time.perf_counter() - start
@@ -1292,30 +1313,51 @@ class Learner:
         rnn_state = r.rnn_state.index_select(0, d_slots)
         return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts), lag[valid]
 
+    def batches(self, iteration: Batch):
+        """Yields the batch of each optimiser step. Every epoch deals out the iteration's rollouts anew; where there is
+        one batch, it is all of them."""
+        for _ in range(self.args.num_epochs):
+            if self.args.num_batches_per_epoch == 1:
+                yield iteration
+                continue
+            order = torch.randperm(iteration.mask.shape[1]).to(self.device)
+            for index in order.chunk(self.args.num_batches_per_epoch):
+                obs = {name: x.index_select(1, index) for name, x in iteration.obs.items()}
+                others = {name: x.index_select(0 if name == "rnn_state" else 1, index)
+                          for name, x in iteration._asdict().items() if torch.is_tensor(x)}  # fmt: skip
+                restart = others["first"].any(1).tolist()  # waits for the device, as the step before has just done
+                yield Batch(obs=obs, **others, restarts=[t for t in range(len(restart)) if t == 0 or restart[t]])
+
+    def learning_rate(self) -> float:
+        """Of the next iteration."""
+        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
+        return self.args.learning_rate * left
+
     def iterate(self, slots: np.ndarray) -> dict[str, float] | None:
         """Learns from slots, which are LEARNING until they are given back: as soon as they are copied, but with `sync`
         only after the new policy has been published. Returns metrics, or None when another rank has left. Raises
         FloatingPointError before a non-finite update is made: weights and statistics are still good."""
         args, metrics = self.args, {}
-        batch, lags = self.gather(slots)
+        iteration, lags = self.gather(slots)
         if not args.sync:
             self.inference.release(slots)
         # Infinities are clipped to +-5, so no loss would show them. Of squares the statistics are made.
-        finite = all(bool(x.square().isfinite().all()) for x in batch.obs.values() if x.is_floating_point())
+        finite = all(bool(x.square().isfinite().all()) for x in iteration.obs.values() if x.is_floating_point())
         too_old = np.count_nonzero(lags >= args.max_policy_lag)
         valid, too_old, lag, broken, leaving = self.sum_counts(len(lags), too_old, lags.sum(), not finite)
         if leaving:
             return None
         if broken:
             raise FloatingPointError("an observation is not finite")
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
         self.global_step += int(valid)
-        if valid == too_old:  # a batch without a usable sample is no update
+        if valid == too_old:  # an iteration without a usable sample is no update
             self.skipped += 1
         else:
             if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
-                metrics = self.update(batch)
+                metrics = self.update(iteration)
             # New statistics change the policy too: they are published together with the last weights.
-            self.agent.update_normalizers(batch.obs, ~batch.first[1:])
+            self.agent.update_normalizers(iteration.obs, ~iteration.first[1:])
             self.publish()
         if args.sync:  # only now: the next samples are all of the newest version
             self.inference.release(slots)
@@ -1330,12 +1372,14 @@ class Learner:
         self.inference.counts["ranks"] += time.perf_counter() - start
         return sums
 
-    def update(self, batch: Batch) -> dict[str, float]:
-        """One optimiser step for each epoch. Publishes the weights after each but the last: that is for the caller."""
-        for epoch in range(self.args.num_epochs):
-            if epoch:
+    def update(self, iteration: Batch) -> dict[str, float]:
+        """The optimiser steps of an iteration; returns the last one's metrics. Publishes the weights after each but the
+        last: that is for the caller."""
+        metrics = {}
+        for i, batch in enumerate(self.batches(iteration)):
+            if i:
                 self.publish()
-            loss, metrics = appo_loss(self.args, self.agent, batch)
+            loss, of_batch = appo_loss(self.args, self.agent, batch)
             self.optimizer.zero_grad()
             loss.backward()
             sum_over_ranks(loss.detach())  # in place: `loss` becomes that of the union, as the gradients do
@@ -1343,9 +1387,12 @@ class Learner:
                 sum_over_ranks(parameter.grad)
             grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
             if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
+                if not sum_over_ranks(batch.mask.sum()):  # 0/0: a step without a usable sample is none
+                    self.skipped += 1
+                    continue
                 raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
             self.optimizer.step()
-        metrics["losses/grad_norm"] = grad_norm
+            metrics = of_batch | {"losses/grad_norm": grad_norm}
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
 
@@ -1415,6 +1462,7 @@ def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Age
     """The trained policy in an experiment's folder, its Args (set for environments in this process and updated by
     `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
     folder, in_process = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
+    in_process |= dict(num_batches_per_epoch=1)  # with `sync` these decide about the number of environments
     args = resolve(Args(**saved_args(folder) | changes | in_process))
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
     if checkpoint is None:
@@ -1617,6 +1665,7 @@ def train(typed: Args, folder: Path) -> int:
         torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     spaces = spaces_of(args)
     T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
+    batches = args.num_batches_per_epoch
     rows = max(1, W) * args.num_envs_per_worker
     check_shared_memory(spaces, rows)
     log_file, checkpoints = None, folder / "checkpoints"
@@ -1662,17 +1711,19 @@ def train(typed: Args, folder: Path) -> int:
         os.replace(folder / "cfg.tmp", folder / "cfg.json")
         lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # when the learner is the bottleneck
         if checkpoint:
-            log(f"resuming {folder} at step {learner.global_step:,}")
+            log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
         steps = args.total_timesteps
         for line in (
             f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
             f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
             f"{W} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
-            f" {args.batch_size} samples ({B} rollouts of {T} steps) per update; expected lag up to {lag:.1f} versions",
+            f" {batches * args.batch_size:,} samples an iteration, {args.batch_size:,} ({B} rollouts of {T} steps) an"
+            f" optimiser step; expected lag up to {lag:.1f} versions",
             f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the engines' own, "
             f"{mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
             f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
-            f"{ranks} ranks like this: {ranks * rows} environments, {ranks * args.batch_size:,} samples per update",
+            f"{ranks} ranks like this: {ranks * rows} environments,"
+            f" {ranks * args.batch_size:,} samples an optimiser step",
         )[: 5 if ranks > 1 else 4]:
             log(line)
     if device.type == "cuda":

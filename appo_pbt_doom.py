@@ -46,8 +46,9 @@ but cut no trace and no state. What is the same as in appo_doom.py is the same t
 
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *batch* is B rollouts, an *iteration* is what the learner does with one.
-A *step* is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that
+is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
+An *iteration* is what it does with the slots that it takes at once: one batch, or `num_batches_per_epoch` of them. A
+*step* is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that
 is published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
 that chose its action.
 
@@ -181,12 +182,15 @@ class Args:
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: int | None = None
-    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2, from 1024 to 8192; with
-    sync rows * rollout"""
-    num_epochs: int = 1  # passes over each batch; with --sync the ratio is 1 in the first, so that PPO clips nothing
-    max_batches_ahead: int = 1  # batches collected ahead of the learner; more hides jitter and adds lag
+    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2 / num_batches_per_epoch, from
+    1024 to 8192; with sync all batches of an epoch are rows * rollout"""
+    num_batches_per_epoch: int = 1
+    """optimiser steps in an epoch: an iteration collects so many batches, and each epoch deals out its rollouts anew"""
+    num_epochs: int = 1  # passes over these; with --sync the ratio is 1 in the first step, so that PPO clips nothing
+    max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
+    anneal_lr: bool = False  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
@@ -201,6 +205,7 @@ class Args:
     reward_scale: float = 1.0  # rewards are multiplied by this (on top of the environment's own scale)
     reward_clip: float = 10.0  # then clipped to +- this
     normalize_input: bool = True  # every pixel and measurement, by its running mean and variance; off: pixels / 255
+    last_action_reward: bool = False  # the network also sees the last action and reward; zeros as an episode begins
     rnn_type: Literal["gru", "lstm", "none"] = "gru"  # the recurrent core
     hidden_size: int = 512  # units of the encoder's last layer and of the recurrent core
 
@@ -286,17 +291,18 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--pbt-target-objective {args.pbt_target_objective}: {args.env_id} has none")
     starting_genes(args)  # raises for wrong --policy-settings
     rows = args.num_workers * args.num_envs_per_worker * agents // P  # of a policy
+    batches = args.num_batches_per_epoch
     if args.batch_size is None:
         if args.sync:  # one rollout of every row
-            args.batch_size = rows * args.rollout
+            args.batch_size = rows // batches * args.rollout
         else:
-            power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE))
+            power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
             args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
-    if args.batch_size < args.rollout or args.batch_size % args.rollout:
+    if args.batch_size % args.rollout:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
-    if args.sync and args.batch_size != rows * args.rollout:
-        raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} is not {rows} rows x "
-                        f"{args.rollout} steps = {rows * args.rollout}")  # fmt: skip
+    if args.sync and batches * args.batch_size != rows * args.rollout:
+        raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} x {batches} batches is "
+                        f"not {rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
     return args
 
 
@@ -746,6 +752,11 @@ def make_env(args: Args):
 SCORES = ("kills", "frags", "deaths", "place", "win")  # of an episode, where there are such
 
 
+def heads_of(action_space: gym.Space) -> tuple[int, ...]:
+    """Number of actions of each of its independent heads."""
+    return tuple(map(int, np.atleast_1d(getattr(action_space, "nvec", getattr(action_space, "n", 0)))))
+
+
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
@@ -771,7 +782,10 @@ def spaces_of(args: Args) -> tuple[Spaces, int]:
     if not boxes or not isinstance(action, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)) or np.any(action.start):
         raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
                         "Discrete or MultiDiscrete from 0 on")  # fmt: skip
-    return Spaces(obs, tuple(map(int, np.atleast_1d(getattr(action, "nvec", getattr(action, "n", 0)))))), len(agents)
+    heads = heads_of(action)
+    if args.last_action_reward:  # Seat writes it: the action one-hot, the reward as it is trained on
+        obs["last_action_reward"] = gym.spaces.Box(-np.inf, np.inf, (sum(heads) + 1,), np.float32)
+    return Spaces(obs, heads), len(agents)
 
 
 # === Mailbox and rollouts =============================================================================================
@@ -862,16 +876,18 @@ class Rollouts:
 
 
 def slots_needed(args: Args, rows: int) -> int:
-    """A slot for every row to fill, and `max_batches_ahead` batches FULL. B + n rule out deadlock: when every group
-    waits for its n slots and the learner for its B, none is FILLING and fewer than B are FULL, so at least n are free.
+    """A slot for every row to fill, and `max_batches_ahead` iterations FULL, of `count` rollouts each. count + n rule
+    out deadlock: when every group waits for its n slots and the learner for its count, none is FILLING and fewer than
+    count are FULL, so at least n are free.
     While rows wait for other policies, their slots are half filled: the batch ahead makes up for these.
 
-    What `sync` is: as many slots as one batch, one for every row, which `Learner.iterate` gives back only after the
+    What `sync` is: as many slots as one iteration, one for every row, which `Learner.iterate` gives back only after the
     update. Everything else that it changes is a default in `resolve`."""
-    B, n = args.batch_size // args.rollout, rows // (args.num_workers * args.worker_num_splits)
+    count = args.num_batches_per_epoch * args.batch_size // args.rollout
+    n = rows // (args.num_workers * args.worker_num_splits)
     if args.sync:
-        return B
-    return max(rows, B + n) + args.max_batches_ahead * B
+        return count
+    return max(rows, count + n) + args.max_batches_ahead * count
 
 
 def fields_of(memory: Mailbox | Rollouts) -> list:
@@ -1098,7 +1114,7 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
 
 
 class Batch(NamedTuple):
-    """B rollouts on the learner's device, [time, rollout, ...]."""
+    """Rollouts on the learner's device, [time, rollout, ...]: B of one optimiser step, or all of an iteration."""
 
     obs: dict[str, torch.Tensor]  # by name [T+1, B, ...]
     first: torch.Tensor  # bool [T+1, B]
@@ -1166,7 +1182,7 @@ class Seat:
     """The row of one agent of an environment, and the totals of its episode so far."""
 
     def __init__(self, mailbox: SimpleNamespace, row: int, action_space: gym.Space):
-        self.mailbox, self.row, self.shape, self.totals = mailbox, row, action_space.shape, np.zeros(3)
+        self.mailbox, self.row, self.action_space, self.totals = mailbox, row, action_space, np.zeros(3)
 
     def write(self, observation, reward=0.0, terminated=False, first=False, inactive=False, episode=0.0) -> None:
         mailbox, r = self.mailbox, self.row
@@ -1175,9 +1191,12 @@ class Seat:
                 mailbox.obs[name][r] = part
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
         mailbox.inactive[r], mailbox.episode[r] = inactive, episode
+        if "last_action_reward" in mailbox.obs:
+            one_hot = [np.eye(n)[a] for n, a in zip(heads_of(self.action_space), mailbox.action[r])]
+            mailbox.obs["last_action_reward"][r] = 0.0 if first else np.concatenate([*one_hot, [reward]])
 
     def action(self):
-        return self.mailbox.action[self.row].reshape(self.shape).copy()  # the environment may keep it
+        return self.mailbox.action[self.row].reshape(self.action_space.shape).copy()  # the environment may keep it
 
 
 class WorkerEnvs:
@@ -1677,13 +1696,12 @@ class Learner:
         self.slots: list[int] = []  # FULL ones, the oldest first
         self.version = 0  # of the policy published last
         self.global_step = 0  # valid transitions received
-        self.skipped = 0  # batches without a single usable sample
+        self.skipped = 0  # iterations, or steps of one, without a single usable sample
         self.best_return = -float("inf")
 
     def load(self, checkpoint: dict) -> None:
         """All but the weights, which the agent has already."""
         self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.optimizer.param_groups[0]["lr"] = self.args.learning_rate  # an override beats the checkpoint
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
         self.best_return = checkpoint["best_return"]
         self.inference.episodes.extend(checkpoint["episodes"])
@@ -1700,9 +1718,10 @@ class Learner:
         self.publish()
 
     def collect(self, control: "Control") -> np.ndarray | None:
-        """Waits for the slots of a batch: FULL -> LEARNING. None when the main process says stop. Raises what has ended
-        the inference thread."""
-        start, count = time.perf_counter(), self.args.batch_size // self.args.rollout
+        """Waits for the slots of an iteration: FULL -> LEARNING. None when the main process says stop. Raises what has
+        ended the inference thread."""
+        start, args = time.perf_counter(), self.args
+        count = args.num_batches_per_epoch * args.batch_size // args.rollout
         while control.obey():
             if len(self.slots) >= count:
                 self.inference.counts["waited"] += time.perf_counter() - start
@@ -1733,6 +1752,26 @@ class Learner:
         rnn_state = r.rnn_state.index_select(0, d_slots)
         return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts), lag[valid & ~inactive]
 
+    def batches(self, iteration: Batch):
+        """Yields the batch of each optimiser step. Every epoch deals out the iteration's rollouts anew; where there is
+        one batch, it is all of them."""
+        for _ in range(self.args.num_epochs):
+            if self.args.num_batches_per_epoch == 1:
+                yield iteration
+                continue
+            order = torch.randperm(iteration.mask.shape[1]).to(self.device)
+            for index in order.chunk(self.args.num_batches_per_epoch):
+                obs = {name: x.index_select(1, index) for name, x in iteration.obs.items()}
+                others = {name: x.index_select(0 if name == "rnn_state" else 1, index)
+                          for name, x in iteration._asdict().items() if torch.is_tensor(x)}  # fmt: skip
+                restart = others["first"].any(1).tolist()  # waits for the device, as the step before has just done
+                yield Batch(obs=obs, **others, restarts=[t for t in range(len(restart)) if t == 0 or restart[t]])
+
+    def learning_rate(self) -> float:
+        """Of the next iteration."""
+        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
+        return self.args.learning_rate * left
+
     def iterate(self, slots: np.ndarray) -> dict[str, float]:
         """Learns from slots, which are LEARNING until they are given back: as soon as they are copied, but with `sync`
         only after the new policy has been published. Returns metrics.
@@ -1740,21 +1779,22 @@ class Learner:
         Raises FloatingPointError before a non-finite update is made: weights and statistics are still good.
         """
         args, metrics = self.args, {}
-        batch, lags = self.gather(slots)
+        iteration, lags = self.gather(slots)
         if not args.sync:
             self.inference.release(slots)
         # Infinities are clipped to +-5, so no loss would show them. Of squares the statistics are made.
-        if not all(bool(x.square().isfinite().all()) for x in batch.obs.values() if x.is_floating_point()):
+        if not all(bool(x.square().isfinite().all()) for x in iteration.obs.values() if x.is_floating_point()):
             raise FloatingPointError("an observation is not finite")
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
         self.global_step += len(lags)
         masked = np.count_nonzero(lags >= args.max_policy_lag)
-        if len(lags) == masked:  # a batch without a usable sample is no update
+        if len(lags) == masked:  # an iteration without a usable sample is no update
             self.skipped += 1
         else:
             if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
-                metrics = self.update(batch)
+                metrics = self.update(iteration)
             # New statistics change the policy too: they are published together with the last weights.
-            self.agent.update_normalizers(batch.obs, ~batch.first[1:] & ~batch.inactive)
+            self.agent.update_normalizers(iteration.obs, ~iteration.first[1:] & ~iteration.inactive)
             self.publish()
         if args.sync:  # only now: the next samples are all of the newest version
             self.inference.release(slots)
@@ -1762,19 +1802,24 @@ class Learner:
             metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": masked / len(lags)}
         return metrics
 
-    def update(self, batch: Batch) -> dict[str, float]:
-        """One optimiser step for each epoch. Publishes the weights after each but the last: that is for the caller."""
-        for epoch in range(self.args.num_epochs):
-            if epoch:
+    def update(self, iteration: Batch) -> dict[str, float]:
+        """The optimiser steps of an iteration; returns the last one's metrics. Publishes the weights after each but the
+        last: that is for the caller."""
+        metrics = {}
+        for i, batch in enumerate(self.batches(iteration)):
+            if i:
                 self.publish()
-            loss, metrics = appo_loss(self.args, self.agent, batch)
+            loss, of_batch = appo_loss(self.args, self.agent, batch)
             self.optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
             if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
+                if not batch.mask.any():  # 0/0: a step without a usable sample is none
+                    self.skipped += 1
+                    continue
                 raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
             self.optimizer.step()
-        metrics["losses/grad_norm"] = grad_norm
+            metrics = of_batch | {"losses/grad_norm": grad_norm}
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
 
@@ -1849,6 +1894,7 @@ def load_agent(folder: Path | str, policy: int = 0, kind: str = "latest", **chan
     `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
     folder, in_process = Path(folder), dict(num_workers=1, num_policies=1, worker_num_splits=1, batch_size=None,
                                             policy_settings=[], with_pbt=False)  # fmt: skip
+    in_process |= dict(num_batches_per_epoch=1)  # with `sync` these decide about the number of environments
     args = resolve(Args(**saved_args(folder) | changes | in_process))
     folder = policy_folder(folder, policy)
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
@@ -1892,7 +1938,6 @@ class Control:
                     learner.become(load_checkpoint(donor, "latest", lambda text: self.send(log=text)))
                 for name, value in genes.items():
                     setattr(learner.args, name, value)
-                learner.optimizer.param_groups[0]["lr"] = learner.args.learning_rate
             save_latest(self.checkpoints, learner, learner.args.keep_checkpoints)  # "save" is only this
             self.send(answered=True)
         return True
@@ -1991,7 +2036,7 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
             learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
         torch.manual_seed(args.seed + index + learner.version)
-        log(f"resuming at step {learner.global_step:,}")
+        log(f"resuming at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     with sampling(inference, Actors(args, inference, door)), own_stream(device, args.learner_threads):
@@ -2445,8 +2490,8 @@ def train(typed: Args, folder: Path) -> int:
         f" {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{W} workers x {args.num_envs_per_worker} environments of {agents} agents in {args.worker_num_splits} splits;"
         f" each policy has {rows} rows",
-        f"{args.batch_size} samples ({B} rollouts of {args.rollout} steps) per update; expected lag up to {lag:.1f}"
-        " versions",
+        f"{args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,} ({B} rollouts of"
+        f" {args.rollout} steps) an optimiser step; expected lag up to {lag:.1f} versions",
         f"{sum(map(mebibytes, population.mailboxes)):.1f} MiB of shared memory beside the engines' own;"
         f" {slots_needed(args, rows)} slots for the rollouts of each policy",
         f"up to {args.total_timesteps:,} steps of each policy = {args.total_timesteps * args.frameskip:,} frames",

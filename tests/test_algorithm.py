@@ -161,6 +161,12 @@ def make_batch(appo, agent, T=6, B=4, mask=None, seed=1):
     )  # fmt: skip
 
 
+def learner_of(appo, args, agent):
+    """A learner alone, for batches that the test makes."""
+    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, counts=Counter())
+    return appo.Learner(args, agent, inference, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("exploration", ["entropy", "symmetric_kl"])
 def test_loss_against_numpy(appo, exploration):
     args, agent = make_agent(appo, exploration_loss=exploration, ent_coef=0.1, vtrace_rho=1.4, vtrace_c=0.7, vtrace_lambda=0.8, clip_coef=0.3,
@@ -261,6 +267,52 @@ def test_a_reset_forgets_a_state_that_is_not_finite(appo, rnn):
     assert torch.equal(values.isfinite(), expected) and torch.equal(logits.isfinite().all(-1), expected) and state.isfinite().all()
 
 
+def test_an_epoch_deals_out_every_rollout_once(appo):
+    args, agent = make_agent(appo, num_batches_per_epoch=3, num_epochs=4)
+    learner, whole = learner_of(appo, args, agent), make_batch(appo, agent, B=12)
+    number = {tuple(whole.rewards[:, i].tolist()): i for i in range(12)}
+    orders = []
+    for i, batch in enumerate(learner.batches(whole)):
+        columns = [number[tuple(reward)] for reward in batch.rewards.T.tolist()]
+        orders += [columns] if i % 3 == 0 else []
+        orders[-1] += columns if i % 3 else []
+        for name, x in whole._asdict().items():
+            for key, part in x.items() if name == "obs" else [(None, x)] if torch.is_tensor(x) else []:
+                got = batch.obs[key] if name == "obs" else getattr(batch, name)
+                assert torch.equal(got, part[columns] if name == "rnn_state" else part[:, columns]), name
+        assert batch.restarts == [0] + [t for t in range(1, 7) if batch.first[t].any()]
+    assert [sorted(order) for order in orders] == [list(range(12))] * 4 and len(set(map(tuple, orders))) == 4
+    args.num_batches_per_epoch = 1
+    assert [batch is whole for batch in learner.batches(whole)] == [True] * 4, "a single one is what it always was"
+
+
+def test_a_step_without_usable_samples_is_none(appo):
+    """Of six steps one has a usable sample: the weights are those of that step alone."""
+    results = []
+    for parts in (6, 1):
+        args, agent = make_agent(appo, num_batches_per_epoch=parts, max_grad_norm=0.0)
+        learner, whole = learner_of(appo, args, agent), make_batch(appo, agent, B=6)
+        mask = torch.zeros_like(whole.mask)
+        mask[:, 2] = whole.mask[:, 2]
+        learner.optimizer = torch.optim.SGD(agent.parameters(), 0.05)
+        metrics = learner.update(whole._replace(mask=mask))
+        assert all(np.isfinite(value) for value in metrics.values())
+        assert (learner.version, learner.skipped) == (parts - 1, parts - 1)
+        results.append(agent.state_dict())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_the_learning_rate_falls_to_0(appo):
+    args, agent = make_agent(appo, learning_rate=0.5, anneal_lr=True, total_timesteps=1000)
+    learner, rates = learner_of(appo, args, agent), []
+    learner.gather = lambda slots: (make_batch(appo, agent), np.zeros(250))
+    for _ in range(5):
+        rates.append((learner.global_step, learner.iterate(None).get("charts/learning_rate", 0.5)))
+    assert rates == [(0, 0.5), (250, 0.375), (500, 0.25), (750, 0.125), (1000, 0.0)]
+    args.anneal_lr = False
+    assert learner.learning_rate() == 0.5
+
+
 def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
     rng = np.random.default_rng(0)
     norm, chunks = appo.Normalizer((5,), 255.0), [rng.integers(0, 256, (n, 5)).astype(np.uint8) for n in (7, 1, 30)]
@@ -283,8 +335,7 @@ def test_an_observation_that_is_not_finite_changes_nothing(appo, number):
     if hasattr(appo, "LabEnv"):
         pytest.skip("it has no floats in its observations")
     args, agent = make_agent(appo)
-    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, counts=Counter())
-    learner = appo.Learner(args, agent, inference, torch.device("cpu"))
+    learner = learner_of(appo, args, agent)
     batches = [make_batch(appo, agent, seed=seed) for seed in range(2)]
     batches[1].obs["vector"][3, 1, 2] = number
     learner.gather = lambda slots: (batches[learner.version], np.zeros(int(batches[learner.version].mask.sum())))

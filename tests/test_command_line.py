@@ -144,7 +144,9 @@ BAD = {
     "--rollout 0": r"--rollout 0 is out of range",
     "--learning-rate -1": r"--learning-rate -1.0 is out of range",
     "--cfg-path nowhere.cfg": r"--cfg-path nowhere.cfg",
-    "--sync --num-workers 2 --batch-size 1056": r"--sync needs one rollout of every row: --batch-size 1056 is not 32 rows x 32 steps = 1024",
+    "--sync --num-workers 2 --batch-size 1056": r"--sync needs one rollout of every row: --batch-size 1056 x 1 batches is not 32 rows x 32 steps = 1024",
+    "--sync --num-workers 2 --num-batches-per-epoch 5": r"--sync needs one rollout of every row: --batch-size 192 x 5 batches is not 32 rows",
+    "--sync --num-workers 1 --num-batches-per-epoch 17": r"--sync needs one rollout of every row: --batch-size 0 x 17 batches is not 16 rows",
     "--sync --num-workers 2 --batch-size 2048": r"--sync needs one rollout of every row",
     "--evaluate": r"--evaluate needs the name of an --experiment",
     "--experiment e --save-video": r"--save-video is for --evaluate",
@@ -355,6 +357,9 @@ def test_defaults_are_resolved_without_surprise():
     assert (args.batch_size, args.worker_num_splits, args.sync) == (1024, 1, False)
     assert appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=20)).batch_size == 4096
     assert appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=72)).batch_size == 8192
+    sizes = [appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=20, num_batches_per_epoch=n)).batch_size for n in (2, 4, 8)]
+    assert sizes == [2048, 1024, 1024], "an iteration is as large as with one batch, down to the smallest batch"
+    assert appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=2, num_batches_per_epoch=4, sync=True)).batch_size == 256
     debug = appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=0, num_envs_per_worker=4))
     assert debug.sync and debug.batch_size == 4 * 32
     assert not [

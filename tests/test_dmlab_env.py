@@ -532,6 +532,19 @@ def test_input_statistics_do_not_touch_word_numbers(tmp_path):
     assert network.normalizers.keys() == {"obs"}
 
 
+def test_the_core_sees_the_last_action_and_reward_as_they_are(tmp_path):
+    _, network = agent(tmp_path, encoder="convnet", last_action_reward=True)
+    obs = random_pictures(1, 2)
+    obs["last_action_reward"] = torch.tensor([[[0.0] * 10, [0.0] * 3 + [1.0] + [0.0] * 5 + [-0.3]]])
+    features = network.encode({name: part[0] for name, part in obs.items()})
+    assert torch.equal(features[:, 32 + 64 :], obs["last_action_reward"][0]) and network.normalizers.keys() == {"obs"}
+    obs = {name: part[:, :1].repeat_interleave(2, 1) for name, part in obs.items()} | dict(last_action_reward=obs["last_action_reward"])
+    logits, values, _ = network(obs, torch.ones(1, 2, dtype=torch.bool), torch.zeros(2, network.state_size))
+    assert (logits[0, 0] != logits[0, 1]).all() and values[0, 0] != values[0, 1]
+    without = agent(tmp_path, encoder="convnet", last_action_reward=False)[1]
+    assert without.core.input_size == network.core.input_size - 10
+
+
 def test_only_the_critic_reads_the_tasks_number(tmp_path):
     _, network = agent(tmp_path, env_id="dmlab_30", encoder="convnet")
     obs = {name: part.repeat_interleave(3, 1) for name, part in random_pictures(1, 1).items()}

@@ -194,17 +194,18 @@ def test_back_pressure(appo):
 
 
 def test_slots_are_enough_in_every_order(appo):
-    """Any number of workers, games, splits and batches; groups that come in the worst order, one at a time or all at once; and
+    """Any number of workers, games, splits, batches and parts; groups that come in the worst order, one at a time or all at once; and
     a learner that takes a batch only when nothing else can move: there is always one to take."""
     rng, spaces = random.Random(0), appo.Spaces(dict(obs=gym.spaces.Box(0, 255, (2, 2, 1), np.uint8)), (2,))
     for i in range(60):
-        workers, splits, n, T, ahead = (rng.randint(low, high) for low, high in ((1, 4), (1, 3), (1, 4), (1, 3), (0, 2)))
+        workers, splits, n, T, ahead, parts = (rng.randint(low, high) for low, high in ((1, 4), (1, 3), (1, 4), (1, 3), (0, 2), (1, 3)))
         rows, sync = workers * splits * n, rng.random() < 0.3
-        B = rows if sync else rng.randint(1, 2 * rows)
+        parts = 1 if sync and rows % parts else parts
+        B = rows if sync else parts * rng.randint(1, 2 * rows)
         if i == 0:  # more rollouts in a batch than rows
-            workers, splits, n, T, ahead, rows, sync, B = 1, 2, 3, 5, 0, 6, False, 8
-        args = appo.resolve(appo.Args(num_workers=workers, num_envs_per_worker=splits * n, worker_num_splits=splits, rollout=T, batch_size=B * T,
-                                      max_batches_ahead=ahead, sync=sync, device="cpu", precision="float32"))  # fmt: skip
+            workers, splits, n, T, ahead, rows, sync, B, parts = 1, 2, 3, 5, 0, 6, False, 8, 1
+        args = appo.resolve(appo.Args(num_workers=workers, num_envs_per_worker=splits * n, worker_num_splits=splits, rollout=T, batch_size=B * T // parts,
+                                      num_batches_per_epoch=parts, max_batches_ahead=ahead, sync=sync, device="cpu", precision="float32"))  # fmt: skip
         inference, waiting = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
         groups, greedy = list(range(workers * splits)), rng.random() < 0.5
         for _ in range(8):
@@ -217,6 +218,26 @@ def test_slots_are_enough_in_every_order(appo):
             assert len(waiting) >= B, f"a deadlock: {args}"
             inference.free.put((np.array(waiting[:B]), None))
             waiting = waiting[B:]
+
+
+def test_the_last_action_and_reward_are_an_input(appo):
+    """Of the step before, whatever rollout it is in, as trained on; zeros with the first observation of an episode."""
+    with Pipeline(appo, last_action_reward=True, reward_scale=2.0, reward_clip=5.0) as pipeline:
+        assert pipeline.agent.vectors == ["vector", "last_action_reward"]
+        last, checked = {}, 0
+        while checked < 500:
+            for rollout in pipeline.take():
+                me = int(rollout["vector"][0, 0])
+                actions, rewards = ([last.get(me, (0, 0))[i], *rollout[name]] for i, name in enumerate(("actions", "rewards")))
+                for t, given in enumerate(rollout["last_action_reward"]):
+                    if rollout["first"][t]:
+                        assert not given.any()
+                    elif t or me in last:
+                        expected = [*np.eye(3)[actions[t][0]], *np.eye(4)[actions[t][1]], rewards[t]]
+                        assert given.tolist() == pytest.approx(expected)
+                        assert rewards[t] == pytest.approx(min(5.0, 2 * (0.1 * actions[t][0] + actions[t][1])))
+                        checked += 1
+                last[me] = rollout["actions"][-1], rollout["rewards"][-1]
 
 
 def test_a_killed_actor_breaks_one_transition_and_no_more(appo):

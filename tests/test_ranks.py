@@ -7,9 +7,8 @@ import os
 import re
 import signal
 import socket
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import Run, left_behind, marked
 from edited import COUNTING, REPORTS, ROOT, edited, with_envs
-from test_algorithm import make_agent, make_batch
+from test_algorithm import learner_of, make_agent, make_batch
 from test_command_line import scalars
 
 VARIANTS = ("appo_doom", "appo_atari", "appo_dmlab")
@@ -37,8 +36,7 @@ def learn(name: str, rows: slice) -> dict:
     appo = importlib.import_module(name)
     torch.manual_seed(0)
     args, agent = make_agent(appo, num_epochs=2)
-    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, counts=Counter())
-    learner = appo.Learner(args, agent, inference, torch.device("cpu"))
+    learner = learner_of(appo, args, agent)
     learner.optimizer = torch.optim.SGD(agent.parameters(), 0.05)  # Adam makes large steps of rounding errors in tiny gradients
     old, seen, start = args.max_policy_lag, [], copy.deepcopy(agent.state_dict())
 
@@ -66,14 +64,14 @@ def learn(name: str, rows: slice) -> dict:
     if dist.is_initialized() and rows.start == 4:  # the last rank ends the run, for all of them
         learner.sum_counts(leaving=1)
     elif dist.is_initialized():
-        assert iterate(7) is None and inference.counts["ranks"] > 0
+        assert iterate(7) is None and learner.inference.counts["ranks"] > 0
     return dict(weights=weights, metrics=seen, counts=counts)
 
 
-def one_rank(rank: int, name: str, folder: str, parts: list[slice]) -> None:
+def one_rank(rank: int, function, name: str, folder: str, parts: list[slice]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=len(parts))
-    torch.save(learn(name, parts[rank]), f"{folder}/{rank}.pt")
+    torch.save(function(name, parts[rank]), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -81,7 +79,7 @@ def one_rank(rank: int, name: str, folder: str, parts: list[slice]) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ranks_take_the_step_of_one_process_with_all_samples(name, tmp_path):
     parts = [slice(0, 3), slice(3, 4), slice(4, 6)]
-    mp.spawn(one_rank, (name, str(tmp_path), parts), nprocs=len(parts))
+    mp.spawn(one_rank, (learn, name, str(tmp_path), parts), nprocs=len(parts))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(len(parts))]
     one = learn(name, slice(0, 6))
     assert one["counts"][2] == 1 and [len(metrics) > 3 for metrics in one["metrics"]] == [False, True, True, False, True]
@@ -94,6 +92,36 @@ def test_ranks_take_the_step_of_one_process_with_all_samples(name, tmp_path):
             for key in metrics.keys() - {"lag/max"}:  # which is each rank's own
                 assert theirs[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-4), key
     assert max(rank["metrics"][4]["lag/max"] for rank in ranks) == one["metrics"][4]["lag/max"]
+
+
+def learn_in_parts(name: str, rows: slice, order=range(4)) -> dict:
+    """Two iterations of two epochs with two steps each, from `rows` of a single process's eight rollouts, dealt out in `order`. In the
+    first one the last rank has no usable sample for the second step of an epoch; in the second one nobody has."""
+    appo = importlib.import_module(name)
+    args, agent = make_agent(appo, num_epochs=2, num_batches_per_epoch=2, normalize_input=False, anneal_lr=True, total_timesteps=100)
+    learner, metrics = learner_of(appo, args, agent), []
+    learner.optimizer = torch.optim.SGD(agent.parameters(), 0.05)
+    for i, without in enumerate(([6, 7], [2, 3, 6, 7])):
+        whole = make_batch(appo, agent, B=8, seed=i)
+        whole.mask[:, without] = False
+        part = columns(whole, rows)
+        learner.gather = lambda slots: (part, np.zeros(int((~part.first[1:]).sum())))
+        with mock.patch("torch.randperm", lambda n: torch.tensor(order)):
+            metrics.append(learner.iterate(None))
+    return dict(weights=agent.state_dict(), metrics=metrics, counts=(learner.global_step, learner.version, learner.skipped))
+
+
+def test_the_parts_of_an_iteration_are_the_unions_of_the_ranks_parts(tmp_path):
+    mp.spawn(one_rank, (learn_in_parts, "appo_doom", str(tmp_path), [slice(0, 4), slice(4, 8)]), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    one = learn_in_parts("appo_doom", slice(0, 8), [0, 1, 4, 5, 2, 3, 6, 7])
+    assert one["counts"][1:] == (8, 2) and one["metrics"][0]["charts/learning_rate"] > one["metrics"][1]["charts/learning_rate"]
+    for rank in ranks:
+        assert all(torch.equal(x, ranks[0]["weights"][key]) for key, x in rank["weights"].items())
+        torch.testing.assert_close(rank["weights"], one["weights"], rtol=1e-5, atol=1e-5)
+        assert rank["counts"] == one["counts"]
+        for theirs, metrics in zip(rank["metrics"], one["metrics"]):
+            assert theirs == pytest.approx(metrics, rel=1e-3, abs=1e-4)
 
 
 # ---- as a user starts it
@@ -130,7 +158,7 @@ def test_two_ranks_train_and_resume(run, tmp_path):
     script = with_envs(tmp_path, "appo_ranks", COUNTING.replace(*slow).replace(line, line + note), REPORTS)
     r = run(*SMALL, "--total-timesteps", "1500", script=script, launcher=TWO)
     assert r.wait(90) == 0, r.text()
-    assert "2 ranks like this: 8 environments, 64 samples per update" in r.text() and r.text().count("parameters on cpu") == 1
+    assert "2 ranks like this: 8 environments, 64 samples an optimiser step" in r.text() and r.text().count("parameters on cpu") == 1
     assert r.text().count("done: ") == 1 and "bottleneck: another rank" in r.text()
     seeds = [line.split() for line in (tmp_path / "seeds").read_text().splitlines()]
     first, second = ({seed for rank, seed in seeds if rank == which} for which in "01")

@@ -78,6 +78,17 @@ def test_every_published_policy_has_a_version_of_its_own(appo, train, iterations
         assert any((a != b).any() for a, b in zip(one, two)), "no policy is published twice"
 
 
+def test_an_iteration_of_several_steps(appo, train, iterations, tmp_path, capsys):
+    """A version for each, and lag 0 with --sync as before. What is collected is said, and what each step learns from."""
+    assert train(sync=True, num_batches_per_epoch=2, num_epochs=2) == 0
+    assert "20 samples an iteration, 10 (2 rollouts of 5 steps) an optimiser step; expected lag up to 0.0" in capsys.readouterr().out
+    assert [version for version, *_ in iterations] == [0, *range(1, 4 * len(iterations) - 4, 4)] and len(iterations) > 9
+    for version, versions, slots, _, environments in iterations:
+        assert (versions == version).all() and sorted(slots) == [0, 1, 2, 3] and len(set(environments)) == 4
+    agent, args, _ = appo.load_agent(tmp_path / "run", num_envs_per_worker=1)
+    assert args.num_batches_per_epoch == 1, "any number of environments can be played"
+
+
 def test_a_batch_without_a_usable_sample_is_no_update(appo):
     """Nothing but resets, or all too old: nothing is published, and it is counted."""
     args = appo.resolve(appo.Args(num_workers=0, num_envs_per_worker=4, rollout=5, hidden_size=32, device="cpu", max_policy_lag=3))
@@ -122,9 +133,23 @@ def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(train, tmp_pa
     assert f"has its {before['global_step']:,} steps already; raise --total-timesteps to go on" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == files
     assert train(total_timesteps=400) == 0
-    assert f"resuming {tmp_path / 'run'} at step {before['global_step']:,}\n" in capsys.readouterr().out
+    assert f"resuming {tmp_path / 'run'} at step {before['global_step']:,}; learning rate 0.0004\n" in capsys.readouterr().out
     after = newest(tmp_path)
     assert after["global_step"] >= 400 and after["version"] > before["version"]
+
+
+def test_a_falling_learning_rate_goes_on_where_it_was(train, iterations, tmp_path, capsys):
+    """By the step that was reached; after the end it rises with --total-timesteps, and that is said."""
+    settings = dict(anneal_lr=True, learning_rate=1.0, total_timesteps=300)
+    assert train(**settings, train_for_seconds=0.3) == 0
+    step = newest(tmp_path)["global_step"]
+    train(**settings)
+    rates = [metrics["charts/learning_rate"] for *_, metrics, _ in iterations if "charts/learning_rate" in metrics]
+    assert rates == sorted(rates, reverse=True) and rates[0] > 0.9 and rates[-1] < 0.1
+    end = newest(tmp_path)["global_step"]
+    capsys.readouterr()
+    assert train(**settings | dict(total_timesteps=600)) == 0
+    assert f"at step {end:,}; learning rate {1 - end / 600:.3g}\n" in capsys.readouterr().out
 
 
 def test_statistics_of_the_inputs_are_of_the_valid_samples(appo, train, tmp_path, monkeypatch):
