@@ -40,9 +40,9 @@ networks in `Agent`, and no engine processes to look after. All else is the same
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* is what it does with the slots that it takes at once: one batch, or `num_batches_per_epoch` of them. A
-*step* is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that
-is published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
+An *iteration* is what it does with the slots that it takes at once, those of `num_batches_per_epoch` batches. A *step*
+is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that is
+published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
 that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
@@ -150,10 +150,10 @@ class Args:
     rollout: int = 32  # steps per rollout (T)
     batch_size: int | None = None
     """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near rows * rollout
-    / 4 / num_batches_per_epoch, from 256 to 8192; with sync all batches of an epoch are rows * rollout"""
+    / 4 / num_batches_per_epoch, from 256 to 8192; with sync an epoch's batches together are rows * rollout"""
     num_batches_per_epoch: int = 1
-    """optimiser steps in an epoch: an iteration collects so many batches, and each epoch deals out its rollouts anew"""
-    num_epochs: int = 1  # passes over these; with --sync the ratio is 1 in the first step, so that PPO clips nothing
+    """batches that an iteration collects; each epoch deals their rollouts out anew, with an optimiser step for each"""
+    num_epochs: int = 1  # passes over what was collected; with --sync the ratio is 1 in the first step: no clipping
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 2.5e-4  # of Adam
@@ -1260,7 +1260,7 @@ def sampling(inference: Inference, actors: Actors):
 
 
 class Learner:
-    """Takes FULL slots, B at a time, and improves the policy."""
+    """Takes FULL slots, those of an iteration at a time, and improves the policy."""
 
     def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
         self.args, self.agent, self.inference, self.device = args, agent, inference, device
@@ -1325,7 +1325,7 @@ class Learner:
                 obs = {name: x.index_select(1, index) for name, x in iteration.obs.items()}
                 others = {name: x.index_select(0 if name == "rnn_state" else 1, index)
                           for name, x in iteration._asdict().items() if torch.is_tensor(x)}  # fmt: skip
-                restart = others["first"].any(1).tolist()  # waits for the device, as the step before has just done
+                restart = others["first"].any(1).tolist()  # waits for the device; the step before has done so, too
                 yield Batch(obs=obs, **others, restarts=[t for t in range(len(restart)) if t == 0 or restart[t]])
 
     def learning_rate(self) -> float:
@@ -1461,8 +1461,8 @@ def saved_args(folder: Path) -> dict:
 def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
     """The trained policy in an experiment's folder, its Args (set for environments in this process and updated by
     `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
-    folder, in_process = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
-    in_process |= dict(num_batches_per_epoch=1)  # with `sync` these decide about the number of environments
+    in_process = dict(num_workers=0, worker_num_splits=None, batch_size=None, num_batches_per_epoch=1)
+    folder = Path(folder)
     args = resolve(Args(**saved_args(folder) | changes | in_process))
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
     if checkpoint is None:
@@ -1665,7 +1665,6 @@ def train(typed: Args, folder: Path) -> int:
         torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     spaces = spaces_of(args)
     T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
-    batches = args.num_batches_per_epoch
     rows = max(1, W) * args.num_envs_per_worker
     check_shared_memory(spaces, rows)
     log_file, checkpoints = None, folder / "checkpoints"
@@ -1717,8 +1716,8 @@ def train(typed: Args, folder: Path) -> int:
             f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
             f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
             f"{W} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
-            f" {batches * args.batch_size:,} samples an iteration, {args.batch_size:,} ({B} rollouts of {T} steps) an"
-            f" optimiser step; expected lag up to {lag:.1f} versions",
+            f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
+            f" ({B} rollouts of {T} steps) an optimiser step; expected lag up to {lag:.1f} versions",
             f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the engines' own, "
             f"{mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
             f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",

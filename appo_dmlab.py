@@ -43,9 +43,9 @@ else is the same text. The engine, deepmind_lab, is in no package registry.
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* is what it does with the slots that it takes at once: one batch, or `num_batches_per_epoch` of them. A
-*step* is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that
-is published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
+An *iteration* is what it does with the slots that it takes at once, those of `num_batches_per_epoch` batches. A *step*
+is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that is
+published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
 that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
@@ -163,10 +163,10 @@ class Args:
     rollout: int = 32  # steps per rollout (T)
     batch_size: int | None = None
     """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near rows * rollout
-    / 2 / num_batches_per_epoch, from 1024 to 8192; with sync all batches of an epoch are rows * rollout"""
+    / 2 / num_batches_per_epoch, from 1024 to 8192; with sync an epoch's batches together are rows * rollout"""
     num_batches_per_epoch: int = 1
-    """optimiser steps in an epoch: an iteration collects so many batches, and each epoch deals out its rollouts anew"""
-    num_epochs: int = 1  # passes over these; with --sync the ratio is 1 in the first step, so that PPO clips nothing
+    """batches that an iteration collects; each epoch deals their rollouts out anew, with an optimiser step for each"""
+    num_epochs: int = 1  # passes over what was collected; with --sync the ratio is 1 in the first step: no clipping
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -977,14 +977,15 @@ class PopArt(nn.Module):
 class Agent(nn.Module):
     """The network of IMPALA (Espeholt et al. 2018, figure 3). `impala`: three stages of a convolution, a pool and two
     residual blocks with 16, 32, 32 channels; `convnet`: convolutions 16/8/4 and 32/4/2 (channels, kernel, stride). Then
-    a layer of `hidden_size`, joined by what an LSTM of 64 makes of the instruction's words (embeddings of 20); a
-    recurrent core, logits, and one value for each task. ReLU. The residual convolutions start as PyTorch's do.
+    a layer of `hidden_size`, joined by what an LSTM of 64 makes of the instruction's words (embeddings of 20), and by
+    the last action and reward as they are; a recurrent core, logits, and one value for each task. ReLU. The residual
+    convolutions start as PyTorch's do.
 
     To add an input, add it to the environment's observation, and here to `__init__` and `encode`. A network of your own
     has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none),
     `critic` (a PopArt), `forward` and `update_normalizers`; each parameter has a gradient, buffers are updated in
-    place, nothing depends on `train()`. The flags of this one: normalize_input, encoder, rnn_type, hidden_size,
-    precision.
+    place, nothing depends on `train()`. The flags of this one: normalize_input, encoder, last_action_reward, rnn_type,
+    hidden_size, precision.
     """
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -992,10 +993,12 @@ class Agent(nn.Module):
         super().__init__()
         self.heads, self.rnn_type, self.normalize = spaces.heads, args.rnn_type, args.normalize_input
         self.bfloat16 = args.precision == "bfloat16"
-        self.normalizers = nn.ModuleDict({"obs": Normalizer(spaces.obs["obs"].shape, unit=255.0)})
-        if spaces.obs.keys() - {"last_action_reward"} != {"obs", "words", "task"} or len(spaces.obs["obs"].shape) != 3:
-            raise UserError(f"this network sees an image `obs`, `words` and the number of a `task`, not {spaces.obs}")
-        height, width, channels = spaces.obs["obs"].shape
+        image, last = spaces.obs.get("obs"), spaces.obs.get("last_action_reward")
+        seen = image is not None and image.dtype == np.uint8 and len(image.shape) == 3
+        if not seen or spaces.obs.keys() - {"last_action_reward"} != {"obs", "words", "task"}:
+            raise UserError(f"this network sees a uint8 image `obs`, `words` and a number `task`, not {spaces.obs}")
+        self.normalizers = nn.ModuleDict({"obs": Normalizer(image.shape, unit=255.0)})
+        height, width, channels = image.shape
         if args.encoder == "impala":
             layers, before = [], channels
             for now in (16, 32, 32):
@@ -1014,7 +1017,7 @@ class Agent(nn.Module):
         self.fc = init_layer(nn.Linear(conv_size, args.hidden_size))
         self.embedding = nn.Embedding(VOCABULARY, 20, padding_idx=0)
         self.reader = nn.LSTM(20, 64, batch_first=True)
-        core_input = args.hidden_size + 64 + (sum(spaces.heads) + 1 if args.last_action_reward else 0)
+        core_input = args.hidden_size + 64 + (last.shape[0] if last else 0)
         self.state_size = {"gru": 1, "lstm": 2, "none": 0}[args.rnn_type] * args.hidden_size
         if args.rnn_type != "none":
             self.core = (nn.GRU if args.rnn_type == "gru" else nn.LSTM)(core_input, args.hidden_size)
@@ -1646,7 +1649,7 @@ def sampling(inference: Inference, actors: Actors):
 
 
 class Learner:
-    """Takes FULL slots, B at a time, and improves the policy."""
+    """Takes FULL slots, those of an iteration at a time, and improves the policy."""
 
     def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
         self.args, self.agent, self.inference, self.device = args, agent, inference, device
@@ -1712,7 +1715,7 @@ class Learner:
                 obs = {name: x.index_select(1, index) for name, x in iteration.obs.items()}
                 others = {name: x.index_select(0 if name == "rnn_state" else 1, index)
                           for name, x in iteration._asdict().items() if torch.is_tensor(x)}  # fmt: skip
-                restart = others["first"].any(1).tolist()  # waits for the device, as the step before has just done
+                restart = others["first"].any(1).tolist()  # waits for the device; the step before has done so, too
                 yield Batch(obs=obs, **others, restarts=[t for t in range(len(restart)) if t == 0 or restart[t]])
 
     def learning_rate(self) -> float:
@@ -1852,8 +1855,8 @@ def saved_args(folder: Path) -> dict:
 def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
     """The trained policy in an experiment's folder, its Args (set for environments in this process and updated by
     `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
-    folder, in_process = Path(folder), dict(num_workers=0, worker_num_splits=None, batch_size=None)
-    in_process |= dict(num_batches_per_epoch=1)  # with `sync` these decide about the number of environments
+    in_process = dict(num_workers=0, worker_num_splits=None, batch_size=None, num_batches_per_epoch=1)
+    folder = Path(folder)
     args = resolve(Args(**saved_args(folder) | changes | in_process))
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
     if checkpoint is None:
@@ -2110,7 +2113,6 @@ def train(typed: Args, folder: Path) -> int:
         torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     spaces = spaces_of(args)
     T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
-    batches = args.num_batches_per_epoch
     rows = max(1, W) * args.num_envs_per_worker
     check_shared_memory(spaces, rows)
     log_file, checkpoints, printed = None, folder / "checkpoints", engines_folder(args) / "output.txt"
@@ -2163,8 +2165,8 @@ def train(typed: Args, folder: Path) -> int:
             f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
             f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
             f"{W} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
-            f" {batches * args.batch_size:,} samples an iteration, {args.batch_size:,} ({B} rollouts of {T} steps) an"
-            f" optimiser step; expected lag up to {lag:.1f} versions",
+            f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
+            f" ({B} rollouts of {T} steps) an optimiser step; expected lag up to {lag:.1f} versions",
             f"{mebibytes(inference.mailbox):.1f} MiB of shared memory, {mebibytes(inference.rollouts):.0f} MiB of"
             f" rollouts in {slots_needed(args)} slots; the environments take about {envs_memory(args):.1f} GiB",
             f"{shares_of_tasks(args)}; {spaces.heads[0]} actions; what the engines print is in {printed}",

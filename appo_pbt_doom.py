@@ -47,9 +47,9 @@ but cut no trace and no state. What is the same as in appo_doom.py is the same t
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* is what it does with the slots that it takes at once: one batch, or `num_batches_per_epoch` of them. A
-*step* is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that
-is published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
+An *iteration* is what it does with the slots that it takes at once, those of `num_batches_per_epoch` batches. A *step*
+is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that is
+published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
 that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
@@ -183,10 +183,10 @@ class Args:
     rollout: int = 32  # steps per rollout (T)
     batch_size: int | None = None
     """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2 / num_batches_per_epoch, from
-    1024 to 8192; with sync all batches of an epoch are rows * rollout"""
+    1024 to 8192; with sync an epoch's batches together are rows * rollout"""
     num_batches_per_epoch: int = 1
-    """optimiser steps in an epoch: an iteration collects so many batches, and each epoch deals out its rollouts anew"""
-    num_epochs: int = 1  # passes over these; with --sync the ratio is 1 in the first step, so that PPO clips nothing
+    """batches that an iteration collects; each epoch deals their rollouts out anew, with an optimiser step for each"""
+    num_epochs: int = 1  # passes over what was collected; with --sync the ratio is 1 in the first step: no clipping
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -205,7 +205,6 @@ class Args:
     reward_scale: float = 1.0  # rewards are multiplied by this (on top of the environment's own scale)
     reward_clip: float = 10.0  # then clipped to +- this
     normalize_input: bool = True  # every pixel and measurement, by its running mean and variance; off: pixels / 255
-    last_action_reward: bool = False  # the network also sees the last action and reward; zeros as an episode begins
     rnn_type: Literal["gru", "lstm", "none"] = "gru"  # the recurrent core
     hidden_size: int = 512  # units of the encoder's last layer and of the recurrent core
 
@@ -752,11 +751,6 @@ def make_env(args: Args):
 SCORES = ("kills", "frags", "deaths", "place", "win")  # of an episode, where there are such
 
 
-def heads_of(action_space: gym.Space) -> tuple[int, ...]:
-    """Number of actions of each of its independent heads."""
-    return tuple(map(int, np.atleast_1d(getattr(action_space, "nvec", getattr(action_space, "n", 0)))))
-
-
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
@@ -782,10 +776,7 @@ def spaces_of(args: Args) -> tuple[Spaces, int]:
     if not boxes or not isinstance(action, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)) or np.any(action.start):
         raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
                         "Discrete or MultiDiscrete from 0 on")  # fmt: skip
-    heads = heads_of(action)
-    if args.last_action_reward:  # Seat writes it: the action one-hot, the reward as it is trained on
-        obs["last_action_reward"] = gym.spaces.Box(-np.inf, np.inf, (sum(heads) + 1,), np.float32)
-    return Spaces(obs, heads), len(agents)
+    return Spaces(obs, tuple(map(int, np.atleast_1d(getattr(action, "nvec", getattr(action, "n", 0)))))), len(agents)
 
 
 # === Mailbox and rollouts =============================================================================================
@@ -879,7 +870,7 @@ def slots_needed(args: Args, rows: int) -> int:
     """A slot for every row to fill, and `max_batches_ahead` iterations FULL, of `count` rollouts each. count + n rule
     out deadlock: when every group waits for its n slots and the learner for its count, none is FILLING and fewer than
     count are FULL, so at least n are free.
-    While rows wait for other policies, their slots are half filled: the batch ahead makes up for these.
+    While rows wait for other policies, their slots are half filled: the iteration ahead makes up for these.
 
     What `sync` is: as many slots as one iteration, one for every row, which `Learner.iterate` gives back only after the
     update. Everything else that it changes is a default in `resolve`."""
@@ -1182,7 +1173,7 @@ class Seat:
     """The row of one agent of an environment, and the totals of its episode so far."""
 
     def __init__(self, mailbox: SimpleNamespace, row: int, action_space: gym.Space):
-        self.mailbox, self.row, self.action_space, self.totals = mailbox, row, action_space, np.zeros(3)
+        self.mailbox, self.row, self.shape, self.totals = mailbox, row, action_space.shape, np.zeros(3)
 
     def write(self, observation, reward=0.0, terminated=False, first=False, inactive=False, episode=0.0) -> None:
         mailbox, r = self.mailbox, self.row
@@ -1191,12 +1182,9 @@ class Seat:
                 mailbox.obs[name][r] = part
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
         mailbox.inactive[r], mailbox.episode[r] = inactive, episode
-        if "last_action_reward" in mailbox.obs:
-            one_hot = [np.eye(n)[a] for n, a in zip(heads_of(self.action_space), mailbox.action[r])]
-            mailbox.obs["last_action_reward"][r] = 0.0 if first else np.concatenate([*one_hot, [reward]])
 
     def action(self):
-        return self.mailbox.action[self.row].reshape(self.action_space.shape).copy()  # the environment may keep it
+        return self.mailbox.action[self.row].reshape(self.shape).copy()  # the environment may keep it
 
 
 class WorkerEnvs:
@@ -1688,7 +1676,7 @@ def sampling(inference: Inference, actors: Actors):
 
 
 class Learner:
-    """Takes FULL slots, B at a time, and improves the policy."""
+    """Takes FULL slots, those of an iteration at a time, and improves the policy."""
 
     def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
         self.args, self.agent, self.inference, self.device = args, agent, inference, device
@@ -1764,7 +1752,7 @@ class Learner:
                 obs = {name: x.index_select(1, index) for name, x in iteration.obs.items()}
                 others = {name: x.index_select(0 if name == "rnn_state" else 1, index)
                           for name, x in iteration._asdict().items() if torch.is_tensor(x)}  # fmt: skip
-                restart = others["first"].any(1).tolist()  # waits for the device, as the step before has just done
+                restart = others["first"].any(1).tolist()  # waits for the device; the step before has done so, too
                 yield Batch(obs=obs, **others, restarts=[t for t in range(len(restart)) if t == 0 or restart[t]])
 
     def learning_rate(self) -> float:
@@ -1893,8 +1881,7 @@ def load_agent(folder: Path | str, policy: int = 0, kind: str = "latest", **chan
     """A trained policy in an experiment's folder, its Args (set for environments in this process and updated by
     `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
     folder, in_process = Path(folder), dict(num_workers=1, num_policies=1, worker_num_splits=1, batch_size=None,
-                                            policy_settings=[], with_pbt=False)  # fmt: skip
-    in_process |= dict(num_batches_per_epoch=1)  # with `sync` these decide about the number of environments
+                                            num_batches_per_epoch=1, policy_settings=[], with_pbt=False)  # fmt: skip
     args = resolve(Args(**saved_args(folder) | changes | in_process))
     folder = policy_folder(folder, policy)
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)

@@ -27,6 +27,7 @@ STYLE = {  # name, colour, line: to be told apart without colour too
     "ours": ("ours", "#0b5fa5", "-"),
     "plain": ("ours, --no-normalize-input", "#2b8a3e", ":"),
     "sync": ("ours, --sync", "#2b8a3e", ":"),
+    "last-action": ("ours, --last-action-reward", "#c2410c", "--"),
     "no-popart": ("ours, --no-normalize-returns", "#c2410c", "--"),
     "sf": ("Sample Factory 2.1.1", "#c2410c", "--"),
     "sf-4e-4": ("Sample Factory, learning rate 4e-4", "#7048a8", ":"),
@@ -193,6 +194,19 @@ def half_hour_table() -> str:
         rows.append([f"`{env_id}`", f"{at_random[env_id]:.2f}", f"**{value:.2f}**", f"{points[:, 2].max():.2f}", f"{4 * step / 1e6:.1f}",
                      published(env_id, step), run["precision"]])  # fmt: skip
     return table(["", "random actions", "return after half an hour", "highest", "million frames", "published (frames)", "encoder in"], rows)
+
+
+def recipe_table() -> str:
+    """Half an hour with somebody else's settings beside half an hour with the defaults."""
+    rows, defaults, at_random = [], half_hour(), random_returns()
+    for setting, seeds in read_settings(RESULTS / "recipe_appo_atari.csv").items():
+        env_id, theirs = setting.removeprefix("env-id="), seeds[1][seeds[1][:, 0] <= HALF_HOUR]
+        row = [f"`{env_id}`", f"{at_random[env_id]:.2f}"]
+        for points in (defaults[env_id], theirs):
+            row += [f"**{points[points[:, 0] > 0.9 * HALF_HOUR, 2].mean():.2f}**", f"{4 * points[-1, 1] / 1e6:.1f}"]
+        rows.append([*row, f"{np.interp(theirs[-1, 1], defaults[env_id][:, 1], defaults[env_id][:, 2]):.2f}"])
+    columns = ("defaults, half an hour", "million frames", "recipe, half an hour", "million frames", "defaults after as many frames")
+    return table(["", "random actions", *columns], rows)
 
 
 def throughput_table() -> str:

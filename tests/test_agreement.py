@@ -49,7 +49,8 @@ WITHOUT = {
     ),
     "appo_pbt_doom.py": (
         "SESSION, FIXED", "join_ranks", "rank_of", "sum_over_ranks", "from_first_rank", "DoomEnv.setup",
-        "DoomEnv.setup_own", "DoomEnv.observation", "DoomEnv.bonus", "make_envs", "WorkerEnvs.write",
+        "DoomEnv.setup_own", "DoomEnv.observation", "DoomEnv.bonus", "make_envs", "WorkerEnvs.write", "heads_of",
+        "Args.last_action_reward",
         "Actors: SHORT_LIFE", "Actors.start_all", "Actors.start", "Actors.in_thread", "Actors.replace", "Actors.stop",
         "Learner.sum_counts",
     ),

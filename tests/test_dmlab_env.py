@@ -597,10 +597,12 @@ def test_popart_of_a_task_that_never_rewards():
     assert critic.std.item() == pytest.approx(0.01) and critic.linear.weight.isfinite().all()
 
 
-def test_popart_gets_the_targets_of_usable_samples(tmp_path):
-    """With gamma 0 and on-policy they are the rewards."""
+@pytest.mark.parametrize("batches, epochs", [(1, 1), (3, 2)])
+def test_popart_gets_the_targets_of_usable_samples(tmp_path, batches, epochs):
+    """With gamma 0 and on-policy they are the rewards. Every sample counts once."""
     tasks = "rooms_watermaze,seekavoid_arena_01"
-    args, network = agent(tmp_path, env_id=tasks, encoder="convnet", rnn_type="none", gamma=0.0)
+    args, network = agent(tmp_path, env_id=tasks, encoder="convnet", rnn_type="none", gamma=0.0, learning_rate=0.0)
+    args.num_batches_per_epoch, args.num_epochs = batches, epochs
     T, B = 4, 6
     obs, first, mask = random_pictures(T + 1, B), torch.zeros(T + 1, B, dtype=torch.bool), torch.rand(T, B) < 0.6
     obs["task"][:, 3:] = 1
@@ -610,7 +612,8 @@ def test_popart_gets_the_targets_of_usable_samples(tmp_path):
         logprobs, _, _ = appo.evaluate_actions(logits[:-1], actions, network.heads)
     terminated = torch.zeros(T, B, dtype=torch.bool)
     batch = appo.Batch(obs, first, state, actions, logprobs, values[:-1], rewards, terminated, mask, [0])
-    appo.Learner(args, network, SimpleNamespace(), torch.device("cpu")).update(batch)
+    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None))
+    appo.Learner(args, network, inference, torch.device("cpu")).update(batch)
     for k, columns in enumerate((slice(0, 3), slice(3, 6))):
         seen, count = rewards[:, columns][mask[:, columns]], network.critic.count[k].item()
         assert count == network.critic.START + len(seen)

@@ -173,10 +173,6 @@ def check_rollout(rollout: dict, T: int) -> tuple[tuple[int, int], int]:
         assert tuple(after[:2]) == (me, agent)
         expected = count % 4 == 3 and not rollout["first"][t] if count else episode % 2 == 1
         assert rollout["inactive"][t] == expected
-        if "last_action_reward" in rollout:
-            one_hot = [*np.eye(3)[rollout["actions"][t, 0]], *np.eye(4)[rollout["actions"][t, 1]]]
-            last = [0.0] * 8 if rollout["first"][t + 1] else [*one_hot, rollout["rewards"][t]]
-            assert rollout["last_action_reward"][t + 1].tolist() == pytest.approx(last)
         if rollout["first"][t + 1]:
             assert count == end, "only what follows a last observation is ignored"
             assert tuple(after[2:4]) in ((episode + 1, 0), (episode, count)), "the next episode, or waiting for it"
@@ -190,7 +186,7 @@ def check_rollout(rollout: dict, T: int) -> tuple[tuple[int, int], int]:
 
 
 def test_rollouts_of_two_policies_are_whole_ordered_and_unmixed(counting):
-    with Pipeline(counting, last_action_reward=True) as pipeline:
+    with Pipeline(counting) as pipeline:
         args, found = pipeline.args, [defaultdict(list) for _ in range(2)]
         while min(min(map(len, rollouts.values()), default=0) for rollouts in found) < 8 or min(map(len, found)) < 8:
             for policy in range(2):
@@ -717,7 +713,7 @@ def test_a_policy_obeys(counting, tmp_path):
     control = counting.Control(there, learner, tmp_path / "own")
     here.send(("become", (tmp_path / "donor", dict(learning_rate=0.03, gamma=0.5))))
     assert control.obey() and here.recv() == dict(answered=True)
-    assert (learner.args.learning_rate, learner.args.gamma, learner.optimizer.param_groups[0]["lr"]) == (0.03, 0.5, 0.03)
+    assert (learner.args.learning_rate, learner.args.gamma, learner.learning_rate()) == (0.03, 0.5, 0.03)
     for one, two in zip(learner.agent.parameters(), donor.agent.parameters()):
         assert torch.equal(one, two) and torch.equal(learner.optimizer.state[one]["exp_avg"], donor.optimizer.state[two]["exp_avg"])
     (path,) = (tmp_path / "own").glob("checkpoint_*")

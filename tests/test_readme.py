@@ -73,7 +73,13 @@ def test_loading_a_policy(run, tmp_path):
     r = run("--experiment", "my_run", "--num-workers", "0", "--num-envs-per-worker", "2", "--hidden-size", "32", "--device", "cpu",
             "--total-timesteps", "130", "--train-dir", str(tmp_path / "train_dir"))  # fmt: skip
     assert r.wait(120) == 0
+    (tmp_path / "blobs").mkdir()  # a download is a folder of links
+    for i, path in enumerate(sorted(path for path in (tmp_path / "train_dir" / "my_run").rglob("*") if path.is_file())):
+        link = tmp_path / "snapshot" / path.relative_to(tmp_path / "train_dir" / "my_run")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path.replace(tmp_path / "blobs" / str(i)))
     (code,) = blocks("python")
+    code = code.replace('"train_dir/my_run"', '"snapshot"')
     assert len(code.splitlines()) <= 6
     code += """
 assert logits.shape == (1, 1, 4) and values.shape == (1, 1) and action.shape == (1, 1) and state.shape == (1, agent.state_size)

@@ -89,9 +89,9 @@ def test_order(play, variant, ahead):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rnn, vector, heads", [("gru", 0, (9,)), ("lstm", 23, (3, 3, 2)), ("none", 3, (4,))])
-def test_agreement(play, variant, rnn, vector, heads):
-    answer = play(ROOT / variant, "agreement", rnn, vector, heads)
+@pytest.mark.parametrize("rnn, vector, heads, batches", [("gru", 0, (9,), 1), ("lstm", 23, (3, 3, 2), 2), ("none", 3, (4,), 2)])
+def test_agreement(play, variant, rnn, vector, heads, batches):
+    answer = play(ROOT / variant, "agreement", rnn, vector, heads, batches)
     assert (answer["error"], answer["reports"]) == ("", [])
     assert answer["updates"] >= 3
 
@@ -222,7 +222,7 @@ def sized(appo, **settings):
     return appo.Args(**SIZES, **settings, **own)
 
 
-def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
+def agreement(appo, rnn: str, vector: int, heads: list[int], batches: int) -> dict:
     """Inference and learner in one thread, with the same mailbox and seed on the CPU and on the device."""
     import simulated_cuda as cuda
     import torch
@@ -231,7 +231,8 @@ def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
         torch.manual_seed(0)
         rng, device = np.random.default_rng(0), torch.device(kind)
         spaces = make_spaces(appo, vector, tuple(heads))
-        args = appo.resolve(sized(appo, device=kind, precision="float32", rnn_type=rnn, rollout=8, batch_size=128, hidden_size=32))
+        args = appo.resolve(sized(appo, device=kind, precision="float32", rnn_type=rnn, rollout=8, hidden_size=32, batch_size=128 // batches,
+                                  num_batches_per_epoch=batches))  # fmt: skip
         agent = appo.Agent(spaces, args).to(device)
         mailbox = [appo.Mailbox(spaces, GROUPS * ROWS, 0)] if hasattr(appo, "train_policy") else []
         inference = appo.Inference(args, spaces, agent, device, *mailbox)

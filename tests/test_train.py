@@ -138,16 +138,20 @@ def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(train, tmp_pa
     assert after["global_step"] >= 400 and after["version"] > before["version"]
 
 
-def test_a_falling_learning_rate_goes_on_where_it_was(train, iterations, tmp_path, capsys):
+def test_a_falling_learning_rate_goes_on_where_it_was(appo, train, iterations, tmp_path, capsys, monkeypatch):
     """By the step that was reached; after the end it rises with --total-timesteps, and that is said."""
     settings = dict(anneal_lr=True, learning_rate=1.0, total_timesteps=300)
-    assert train(**settings, train_for_seconds=0.3) == 0
+    with monkeypatch.context() as stopped:
+        calls, collect = itertools.count(), appo.Learner.collect
+        stopped.setattr(appo.Learner, "collect", lambda self: collect(self) if next(calls) < 5 else None)
+        assert train(**settings) == 0
     step = newest(tmp_path)["global_step"]
-    train(**settings)
+    assert 0 < step < 300 and train(**settings) == 0
+    assert f"at step {step:,}; learning rate {1 - step / 300:.3g}\n" in capsys.readouterr().out
     rates = [metrics["charts/learning_rate"] for *_, metrics, _ in iterations if "charts/learning_rate" in metrics]
+    assert rates[4] == pytest.approx(1 - step / 300), "the first session made four updates"
     assert rates == sorted(rates, reverse=True) and rates[0] > 0.9 and rates[-1] < 0.1
     end = newest(tmp_path)["global_step"]
-    capsys.readouterr()
     assert train(**settings | dict(total_timesteps=600)) == 0
     assert f"at step {end:,}; learning rate {1 - end / 600:.3g}\n" in capsys.readouterr().out
 
@@ -292,6 +296,20 @@ def test_what_nobody_foresaw_does_not_save(appo, train, tmp_path, monkeypatch, e
     with pytest.raises(error):
         train()
     assert bool(checkpoints(tmp_path)) == saves
+
+
+def test_an_evaluation_gives_the_last_action_and_reward_too(appo, train, tmp_path, monkeypatch):
+    assert train(last_action_reward=True) == 0
+    seen, forward = [], appo.Agent.forward
+
+    def spy(self, obs, first, state, *rest):
+        seen.append((obs["last_action_reward"][0].clone(), first[0].clone()))
+        return forward(self, obs, first, state, *rest)
+
+    monkeypatch.setattr(appo.Agent, "forward", spy)
+    assert len(appo.evaluate(appo.Args(**appo.saved_args(tmp_path / "run") | dict(eval_episodes=20)), tmp_path / "run")) == 20
+    given, first = map(torch.cat, zip(*seen))
+    assert not given[first].any() and (given[~first][:, :7].sum(-1) == 2).all() and (~first).sum() > 20
 
 
 def test_an_evaluation_that_fails_closes_its_environments(appo, train, tmp_path, monkeypatch):
