@@ -110,6 +110,9 @@ def main() -> None:
         return
     rates = {}
     for folder in folders:
+        if (folder / "rate.json").exists():  # PufferLib's: pufferlib_atari.py has taken it
+            rates[folder.name] = json.loads((folder / "rate.json").read_text())
+            continue
         points = read(folder)  # of which only those count at which steps were new: a batch may take many seconds
         points = [point for last, point in pairwise([(0.0, 0, None), *points]) if point[1] > last[1]]
         points = [point for point in points if point[0] >= points[0][0] + 20]

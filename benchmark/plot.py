@@ -42,6 +42,8 @@ PEERS = {
     "atari_cleanrl-1-epoch": "CleanRL, one epoch",
     "atari_sb3": "Stable-Baselines3 2.9.2, PPO",
     "atari_sb3-1-epoch": "Stable-Baselines3, one epoch",
+    "atari_puffer-async": "PufferLib 3.0.0, two worker processes",
+    "atari_puffer-serial": "PufferLib 3.0.0, games in the main process",
     "dmlab_ours": "`appo_dmlab.py`",
     "dmlab_sf": "Sample Factory 2.1.1",
 }
@@ -274,11 +276,12 @@ def settings_table(env_id: str, *goals: float, steps: float = np.inf) -> str:
 
 TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, ranks=ranks_table, half_hour=half_hour_table,
               ranks_learning=ranks_learning_table,
-              peers_dmlab=partial(peers_table, "peers_dmlab"),
+              peers_dmlab=partial(peers_table, "peers_dmlab"), peers_pufferlib=partial(peers_table, "peers_pufferlib"),
               throughput=throughput_table, parts=parts_table, null=null_table, policies=policies_table, self_play=self_play_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75, steps=90_000),
               settings_lag=partial(settings_table, "lag", 5, 10),
+              settings_precision=partial(settings_table, "precision", 5, 10, 15),
               settings_health=partial(settings_table, "health_gathering", 10, 20),
               settings_defend=partial(settings_table, "defend_the_center", 5, 10, 15))  # fmt: skip
 

@@ -55,7 +55,7 @@ def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys, name, game, o
     for expected in (
         "parameters on cpu",
         "encoder in float32",
-        "samples (8 rollouts of 8 steps)",
+        "64 samples an iteration, 64 (8 rollouts of 8 steps) an optimiser step",
         "expected lag up to",
         "MiB of shared memory",
         "frames",

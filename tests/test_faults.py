@@ -331,7 +331,7 @@ def test_evaluation_killed(run):
     r = run(*IN_PROCESS, "--total-timesteps", "50")
     assert r.wait(60) == 0
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)):
-        r = playing(run("--experiment", "e", "--evaluate", "--eval-episodes", "40"), 16)
+        r = playing(run("--experiment", "e", "--evaluate", "--eval-episodes", "4000"), 16)
         os.kill(r.process.pid, number)
         assert r.wait(10) == code and "Traceback" not in r.text() and "checkpoint" not in r.text()
 
@@ -386,7 +386,7 @@ def test_truncated_newest_checkpoint(run):
     step = torch.load(before, weights_only=True)["global_step"]
     r = run("--experiment", "e", "--total-timesteps", "600")
     assert r.wait(60) == 0
-    assert f"warning: {newest} cannot be read" in r.text() and f"resuming {r.folder / 'e'} at step {step:,}\n" in r.text()
+    assert f"warning: {newest} cannot be read" in r.text() and f"resuming {r.folder / 'e'} at step {step:,};" in r.text()
     assert "override: total_timesteps 300 -> 600" in r.text()
 
 

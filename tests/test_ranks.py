@@ -35,7 +35,7 @@ def learn(name: str, rows: slice) -> dict:
     """A learner whose batches are `rows` of those of a single process. What came of it."""
     appo = importlib.import_module(name)
     torch.manual_seed(0)
-    args, agent = make_agent(appo, num_epochs=2)
+    args, agent = make_agent(appo, num_epochs=2, learning_rate=0.05)
     learner = learner_of(appo, args, agent)
     learner.optimizer = torch.optim.SGD(agent.parameters(), 0.05)  # Adam makes large steps of rounding errors in tiny gradients
     old, seen, start = args.max_policy_lag, [], copy.deepcopy(agent.state_dict())
@@ -98,7 +98,8 @@ def learn_in_parts(name: str, rows: slice, order=range(4)) -> dict:
     """Two iterations of two epochs with two steps each, from `rows` of a single process's eight rollouts, dealt out in `order`. In the
     first one the last rank has no usable sample for the second step of an epoch; in the second one nobody has."""
     appo = importlib.import_module(name)
-    args, agent = make_agent(appo, num_epochs=2, num_batches_per_epoch=2, normalize_input=False, anneal_lr=True, total_timesteps=100)
+    args, agent = make_agent(appo, num_epochs=2, num_batches_per_epoch=2, normalize_input=False, learning_rate=0.05,
+                             anneal_lr=True, total_timesteps=100)  # fmt: skip
     learner, metrics = learner_of(appo, args, agent), []
     learner.optimizer = torch.optim.SGD(agent.parameters(), 0.05)
     for i, without in enumerate(([6, 7], [2, 3, 6, 7])):

@@ -34,8 +34,8 @@ MUTANTS = {
         "slots, event = self.free.get()\n            wait_event(event)", "slots, event = self.free.get()\n")),
     "the learner frees slots without an event": ("race", ("free.put((slots, record_event(self.device)))", "free.put((slots, None))")),
     "the learner frees slots before it copies them": ("race", (
-        "batch, lags = self.gather(slots)\n        if not args.sync:\n            self.inference.release(slots)\n",
-        "self.inference.release(slots)\n        batch, lags = self.gather(slots)\n")),
+        "iteration, lags = self.gather(slots)\n        if not args.sync:\n            self.inference.release(slots)\n",
+        "self.inference.release(slots)\n        iteration, lags = self.gather(slots)\n")),
     "the learner does not wait for what inference wrote": ("race", (
         "slots, event = item\n                wait_event(event)", "slots, event = item\n")),
     "inference hands over slots without an event": ("race", (
