@@ -143,8 +143,8 @@ class Args:
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: int | None = None
-    """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near rows * rollout
-    / 2 / num_batches_per_epoch, from 1024 to 8192; with sync an epoch's batches together are rows * rollout"""
+    """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near
+    rows * rollout / 2 / num_batches_per_epoch, from 1024 to 8192; with sync an epoch's are rows * rollout together"""
     num_batches_per_epoch: int = 1
     """batches that an iteration collects; each epoch deals their rollouts out anew, with an optimiser step for each"""
     num_epochs: int = 1  # passes over what was collected; with --sync the ratio is 1 in the first step: no clipping

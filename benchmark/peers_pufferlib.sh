@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Frames/s of training on Breakout beside PufferLib 3.0.0's trainer, in alternation, three rounds: 32 games, Nature CNN, rollout 32, batch
-# 1024, one epoch, float32 (pufferlib_atari.py says what differs). PufferLib with its worker processes and with the games in its main process.
-# The first 20 s of each run are warm-up. Machine: 2 cores without a GPU; takes 11 minutes.
+# 1024, one epoch, float32 (pufferlib_atari.py says what differs). PufferLib with its worker processes, and as it was
+# fastest among async, serial and native with one and two threads (2,610, 825, 3,013, 3,853, 3,127, 4,184 frames/s in one short run each).
+# The first 20 s of each run are warm-up. Machine: 2 cores without a GPU; takes 9 minutes.
 # Usage: PUFFERLIB_PYTHON=.. benchmark/peers_pufferlib.sh [FRESH FOLDER]
 # PUFFERLIB_PYTHON: a virtual environment with the trainer, without PufferLib's own games (whose build downloads a graphics library):
 #   python -m venv .venv-puffer; PATH=$PWD/.venv-puffer/bin:/usr/bin:/bin   # a CUDA compiler on the PATH would be used
@@ -24,6 +25,6 @@ for round in 1 2 3; do
     python "$here/../appo_atari.py" --env-id Breakout-v5 --num-workers 2 --num-envs-per-worker 16 --rollout 32 --batch-size 1024 --num-epochs 1 \
         --device cpu --precision float32 --train-for-seconds 55 --total-timesteps 100000000 --train-dir "$out" --experiment "atari_ours_$round"
     pufferlib "atari_puffer-async_$round" async 1
-    pufferlib "atari_puffer-serial_$round" serial 1
+    pufferlib "atari_puffer-native_$round" native 2
 done
 python "$here/collect.py" rates "$here/results/peers_pufferlib.json" "$out"/atari_*_?

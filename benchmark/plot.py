@@ -43,7 +43,7 @@ PEERS = {
     "atari_sb3": "Stable-Baselines3 2.9.2, PPO",
     "atari_sb3-1-epoch": "Stable-Baselines3, one epoch",
     "atari_puffer-async": "PufferLib 3.0.0, two worker processes",
-    "atari_puffer-serial": "PufferLib 3.0.0, games in the main process",
+    "atari_puffer-native": "PufferLib 3.0.0, games in its main process",
     "dmlab_ours": "`appo_dmlab.py`",
     "dmlab_sf": "Sample Factory 2.1.1",
 }

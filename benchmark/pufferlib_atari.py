@@ -3,8 +3,8 @@
     python benchmark/pufferlib_atari.py FOLDER SECONDS MODE THREADS
 
 The games are those of appo_atari.py (EnvPool, lives as episodes), as a native environment of PufferLib. MODE: `async`, two workers of 16
-games, and the network acts for one while the other steps (PufferLib's way); `serial`, both in the main process; `native`, one pool of 32
-there, with two of EnvPool's threads. THREADS: of PyTorch in the main process. Writes rate.json into FOLDER: frames/s after the first 20 s.
+games, and the network acts for one while the other steps (PufferLib's default); `serial`, both in the main process; `native`, one pool of
+32 there, with two of EnvPool's threads. THREADS: of PyTorch in the main process. Writes rate.json into FOLDER: frames/s after the first 20 s.
 What its trainer does differently: advantages are GAE without a bootstrap at the end of a rollout, losses are weighted by priority, acting
 and learning alternate. Installation: see peers_pufferlib.sh.
 """
