@@ -554,6 +554,7 @@ def main() -> None:
     if (log := RESULTS / "pbt_basic.csv").exists():
         population(plt, "basic: four policies, three of which start with a ruinous learning rate", log, RESULTS / "pbt_basic.png")
     curves(plt, "DeepMind Lab: rooms_collect_good_objects_train", None, "learning_dmlab.png", "learning_dmlab.csv")
+    curves(plt, "DeepMind Lab: rooms_collect_good_objects_train", None, "last_action_dmlab.png", "last_action_dmlab.csv")
     popart(plt, "rooms_collect_good_objects_train", "rooms_exploit_deferred_effects_train")
     for game, goal in (("pong", 18), ("breakout", None)):
         curves(plt, f"{game.capitalize()}, default flags", goal, f"learning_{game}.png", f"learning_{game}.csv",
