@@ -106,12 +106,13 @@ def train(options: Options, limit: float, family: str, **flags) -> dict:
         folder, found, fps = Path(place) / "run", {}, 0.0
         for policy in sorted(folder.glob("policy_*")) or [folder]:  # rates of a population are added up, the rest is the last policy's
             events = EventAccumulator(str(policy)).Reload()
-            steps = events.Scalars("charts/SPS")[2:]
+            tags = events.Tags()["scalars"]
+            steps = events.Scalars("charts/SPS")[2:] if tags else []
             if len(steps) < 2:
-                raise ValueError(f"only {len(steps) + 2} reports: --seconds {options.seconds:g} is too short for a rate")
+                raise ValueError(f"fewer than four reports: --seconds {options.seconds:g} is too short for a rate")
             begin, end = steps[0].wall_time, steps[-1].wall_time
             fps += 4 * (steps[-1].step - steps[0].step) / (end - begin)
-            values = {tag: [event.value for event in events.Scalars(tag)[2:]] for tag in events.Tags()["scalars"]}
+            values = {tag: [event.value for event in events.Scalars(tag)[2:]] for tag in tags}
             found = {tag: statistics.mean(numbers) for tag, numbers in values.items() if numbers}
         resolved = json.loads((folder / "cfg.json").read_text())["resolved"]
     if not all(math.isfinite(value) for value in found.values()):
