@@ -203,11 +203,13 @@ def recipe_table() -> str:
     rows, defaults, at_random = [], half_hour(), random_returns()
     for setting, seeds in read_settings(RESULTS / "recipe_appo_atari.csv").items():
         env_id, theirs = setting.removeprefix("env-id="), seeds[1][seeds[1][:, 0] <= HALF_HOUR]
-        row = [f"`{env_id}`", f"{at_random[env_id]:.2f}"]
-        for points in (defaults[env_id], theirs):
-            row += [f"**{points[points[:, 0] > 0.9 * HALF_HOUR, 2].mean():.2f}**", f"{4 * points[-1, 1] / 1e6:.1f}"]
-        rows.append([*row, f"{np.interp(theirs[-1, 1], defaults[env_id][:, 1], defaults[env_id][:, 2]):.2f}"])
-    columns = ("defaults, half an hour", "million frames", "recipe, half an hour", "million frames", "defaults after as many frames")
+        ours = defaults.get(env_id, np.full((2, 3), np.nan))  # not run yet
+        rows.append([f"`{env_id}`", f"{at_random.get(env_id, np.nan):.2f}"])
+        for points in (theirs, ours):
+            rows[-1] += [f"**{points[points[:, 0] > 0.9 * HALF_HOUR, 2].mean():.2f}**", f"{4 * points[-1, 1] / 1e6:.1f}"]
+        rows[-1].append(f"{np.interp(theirs[-1, 1], ours[:, 1], ours[:, 2]):.2f}")
+    rows = [[cell.replace("**nan**", "").replace("nan", "") for cell in row] for row in rows]
+    columns = ("recipe, half an hour", "million frames", "defaults, half an hour", "million frames", "defaults after as many frames")
     return table(["", "random actions", *columns], rows)
 
 
@@ -277,6 +279,7 @@ def settings_table(env_id: str, *goals: float, steps: float = np.inf) -> str:
 TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, ranks=ranks_table, half_hour=half_hour_table,
               ranks_learning=ranks_learning_table,
               peers_dmlab=partial(peers_table, "peers_dmlab"), peers_pufferlib=partial(peers_table, "peers_pufferlib"),
+              recipe=recipe_table,
               throughput=throughput_table, parts=parts_table, null=null_table, policies=policies_table, self_play=self_play_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75, steps=90_000),
