@@ -203,12 +203,13 @@ def recipe_table() -> str:
     rows, defaults, at_random = [], half_hour(), random_returns()
     for setting, seeds in read_settings(RESULTS / "recipe_appo_atari.csv").items():
         env_id, theirs = setting.removeprefix("env-id="), seeds[1][seeds[1][:, 0] <= HALF_HOUR]
-        ours = defaults.get(env_id, np.full((2, 3), np.nan))  # not run yet
-        rows.append([f"`{env_id}`", f"{at_random.get(env_id, np.nan):.2f}"])
-        for points in (theirs, ours):
-            rows[-1] += [f"**{points[points[:, 0] > 0.9 * HALF_HOUR, 2].mean():.2f}**", f"{4 * points[-1, 1] / 1e6:.1f}"]
-        rows[-1].append(f"{np.interp(theirs[-1, 1], ours[:, 1], ours[:, 2]):.2f}")
-    rows = [[cell.replace("**nan**", "").replace("nan", "") for cell in row] for row in rows]
+        rows.append([f"`{env_id}`", f"{at_random[env_id]:.2f}" if env_id in at_random else ""])
+        for points in (theirs, defaults.get(env_id)):
+            if points is None:  # not run yet
+                rows[-1] += ["", ""]
+            else:
+                rows[-1] += [f"**{points[points[:, 0] > 0.9 * HALF_HOUR, 2].mean():.2f}**", f"{4 * points[-1, 1] / 1e6:.1f}"]
+        rows[-1].append("" if points is None else f"{np.interp(theirs[-1, 1], points[:, 1], points[:, 2]):.2f}")
     columns = ("recipe, half an hour", "million frames", "defaults, half an hour", "million frames", "defaults after as many frames")
     return table(["", "random actions", *columns], rows)
 
