@@ -1341,7 +1341,7 @@ class Learner:
         iteration, lags = self.gather(slots)
         if not args.sync:
             self.inference.release(slots)
-        # Infinities are clipped to +-5, so no loss would show them. Of squares the statistics are made.
+        # Infinities are clipped to +-5, so no loss would show them. Squares, because the statistics are made of them.
         finite = all(bool(x.square().isfinite().all()) for x in iteration.obs.values() if x.is_floating_point())
         too_old = np.count_nonzero(lags >= args.max_policy_lag)
         valid, too_old, lag, broken, leaving = self.sum_counts(len(lags), too_old, lags.sum(), not finite)

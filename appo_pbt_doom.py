@@ -1770,7 +1770,7 @@ class Learner:
         iteration, lags = self.gather(slots)
         if not args.sync:
             self.inference.release(slots)
-        # Infinities are clipped to +-5, so no loss would show them. Of squares the statistics are made.
+        # Infinities are clipped to +-5, so no loss would show them. Squares, because the statistics are made of them.
         if not all(bool(x.square().isfinite().all()) for x in iteration.obs.values() if x.is_floating_point()):
             raise FloatingPointError("an observation is not finite")
         self.optimizer.param_groups[0]["lr"] = self.learning_rate()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The last action and the last reward as inputs of the core: a level of DeepMind Lab with and without them, one seed each, the smaller network.
 # Started again with the same FOLDER it goes on where it was stopped.
-# Machine: 2 cores without a GPU, with deepmind_lab where python finds it; takes 45 minutes.
+# Machine: 2 cores without a GPU, with deepmind_lab where python finds it; takes 30 minutes.
 # Usage: benchmark/last_action_dmlab.sh [FOLDER]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

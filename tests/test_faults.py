@@ -148,22 +148,16 @@ def test_hang_in_step_is_reported_with_its_stack(start, kind):
     stop(r)
 
 
-def test_hang_while_environments_start_is_reported_with_its_stack(run):
-    line = "            unlink_shared_memory()\n"
-    hang = "            if not os.path.exists('hung'):\n                open('hung', 'w')\n                time.sleep(1000)\n"
+@pytest.mark.parametrize("place, line, condition", [
+    ("reset", "            unlink_shared_memory()\n", ""),
+    ("__init__", "        self.game, self.frameskip = vizdoom.DoomGame(), frameskip\n", "mp.parent_process() and "),
+])  # fmt: skip
+def test_hang_while_environments_start_is_reported_with_its_stack(run, place, line, condition):
+    indent = line[: -len(line.lstrip())]
+    hang = f"{indent}if {condition}not os.path.exists('hung'):\n{indent}    open('hung', 'w')\n{indent}    time.sleep(1000)\n"
     r = run(*SMALL, "--actor-timeout", "6", edits=[(line, f"{line}{hang}")])
     r.wait_for(lambda: "hung for 6 s (its stack is above); starting another" in r.text(), 60, "its successor")
-    assert re.search(r'File ".*edited_.*.py", line \d+ in reset', r.text()), "where it hung"
-    goes_on(r, 0)
-    stop(r)
-
-
-def test_a_constructor_that_hangs_is_reported_with_its_stack(run):
-    line = "        self.game, self.frameskip = vizdoom.DoomGame(), frameskip\n"
-    hang = "        if mp.parent_process() and not os.path.exists('hung'):\n            open('hung', 'w')\n            time.sleep(1000)\n"
-    r = run(*SMALL, "--actor-timeout", "3", edits=[(line, f"{hang}{line}")])
-    r.wait_for(lambda: "hung for 3 s (its stack is above); starting another" in r.text(), 60, "its successor")
-    assert re.search(r'File ".*edited_.*.py", line \d+ in __init__', r.text()), "where it hung"
+    assert re.search(rf'File ".*edited_.*.py", line \d+ in {place}', r.text()), "where it hung"
     goes_on(r, 0)
     stop(r)
 
