@@ -3,7 +3,7 @@
 In this order, until the time is up; what is left then is named:
 
 * `benchmark` (ViZDoom) and Breakout with two splits, beside the dummy sampler on the same cores: frames/s and the share of the ceiling;
-* the other two variants, so that all four have trained (DeepMind Lab with the engine where Python finds it, else with the tests' stand-in,
+* the other three variants, so that all have trained (DeepMind Lab with the engine where Python finds it, else with the tests' stand-in,
   whose speed says nothing);
 * one batch of inference and one iteration of the learner under PyTorch's profiler: launches, copies, waits, time of the GPU;
 * float32 instead of bfloat16, and one split instead of two.
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from collect import machine_and_engines  # noqa: E402
 
-ENV_IDS = dict(doom="benchmark", atari="Breakout-v5", pbt_doom="benchmark", dmlab="rooms_collect_good_objects_train")
+ENV_IDS = dict(doom="benchmark", atari="Breakout-v5", atari_replay="Breakout-v5", pbt_doom="benchmark", dmlab="rooms_collect_good_objects_train")
 LAB = importlib.util.find_spec("deepmind_lab") is not None
 
 
@@ -249,6 +249,7 @@ def main() -> int:
         "profile doom": (profiled, "doom", {}), "profile atari": (profiled, "atari", {}),
         "pbt_doom, two policies": (train, "pbt_doom", two | dict(num_policies=2, num_envs_per_worker=8)),
         lab: (train, "dmlab", dict(num_envs_per_worker=4)),
+        "atari_replay, elite": (train, "atari_replay", two | dict(replay="elite")),
         "doom in float32": (train, "doom", float32), "atari in float32": (train, "atari", float32),
         "doom with one split": (train, "doom", one), "atari with one split": (train, "atari", one),
     }  # fmt: skip

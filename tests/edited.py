@@ -46,11 +46,12 @@ def edited(folder: Path, name: str, *edits: tuple[str, str], source: Path = ROOT
     return path
 
 
-def with_envs(folder: Path, name: str, envs: str, *edits: tuple[str, str]) -> Path:
+def with_envs(folder: Path, name: str, envs: str, *edits: tuple[str, str], source: Path = ROOT / "appo_doom.py") -> Path:
     """`edited`, with games of the class Env, which the source text `envs` defines."""
-    games = re.search(r"    envs = \[lambda: DoomEnv\(.*\n", (ROOT / "appo_doom.py").read_text()).group(0)
+    games = re.search(r"    envs = \[lambda: DoomEnv\(.*\n.*\n|    return AtariEnvs\(.*\n", source.read_text()).group(0)
+    own = "    return gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)\n"
     definition = ("\ndef make_envs(", f"\n{envs}\n\ndef make_envs(")
-    return edited(folder, name, (games, "    envs = [Env] * num_envs\n"), definition, *edits)
+    return edited(folder, name, (games, own), definition, *edits, source=source)
 
 
 def load(path: Path):

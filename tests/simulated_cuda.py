@@ -379,7 +379,7 @@ torch.cuda.is_available, torch.cuda.device_count, torch.cuda._lazy_init = lambda
 torch.cuda.set_device = torch.cuda.check_error = lambda number: None
 torch.cuda.is_bf16_supported, torch.backends.cudnn.enabled = lambda **_: True, False
 torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream = Stream, use_stream, lambda device=None: here.stream
-torch.cuda.synchronize = synchronize
+torch.cuda.synchronize, torch.cuda.mem_get_info = synchronize, lambda device=None: (2**40, 2**40)
 torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=host_register, cudaHostUnregister=host_unregister)
 torch._VF.gru, torch._VF.lstm = on_device(torch._VF.gru, 1), on_device(torch._VF.lstm, 2)
 torch.utils._foreach_utils._foreach_supported_types.append(CudaTensor)  # as CUDA's own: one kernel for many parameters

@@ -15,6 +15,12 @@ DIFFERS = {
         "SESSION, FIXED", "ENGINE, TICKS_PER_SECOND", "ENV_SHARED_MEMORY", "make_envs", "init_layer", "Agent",
         "Agent.__init__", "Agent.encode",
     },
+    "appo_atari_replay.py": {
+        "LOWEST", "HIGHEST", "resolve", "Rollouts", "Rollouts.__init__", "slots_needed", "Agent", "Agent.__init__", "Agent.forward", "Batch.mask", "appo_loss",
+        "Inference.__init__", "Inference.release", "Inference.act", "Learner.__init__", "Learner.collect", "Learner.gather", "Learner.batches",
+        "Learner.iterate", "load_agent",
+        "Reporter.update", "train",
+    },
     "appo_dmlab.py": {
         "Args.env_id", "Args.total_timesteps", "Args.eval_episodes", "Args.actor_timeout", "Args.normalize_input",
         "Args.rnn_type", "Args.hidden_size", "SESSION, FIXED", "resolve", "ENGINE, TICKS_PER_SECOND",
@@ -36,13 +42,15 @@ DIFFERS = {
         "parse_args", "Reporter", "Reporter.__init__", "Reporter.update", "learn", "train", "main",
     },
 }  # fmt: skip
-# What appo_doom.py has and a variant has not: names that begin with one of these.
+BASE = dict.fromkeys(DIFFERS, "appo_doom.py") | {"appo_atari_replay.py": "appo_atari.py"}
+# What the base has and a variant has not: names that begin with one of these.
 WITHOUT = {
     "appo_atari.py": (
         "Args.cfg_path", "Args.__post_init__", "SCREEN", "IMAGE", "VARIABLES", "SETTINGS", "Scenario",
         "TURN, WALK, STRAFE", "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS", "find_wad", "launcher",
         "unlink_shared_memory", "DoomEnv",
     ),
+    "appo_atari_replay.py": (),
     "appo_dmlab.py": (
         "Args.cfg_path", "Args.__post_init__", "SCREEN", "VARIABLES", "SETTINGS", "Scenario", "TURN, WALK, STRAFE",
         "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS", "find_wad", "launcher", "unlink_shared_memory", "DoomEnv",
@@ -57,6 +65,11 @@ WITHOUT = {
 }  # fmt: skip
 # The other way round.
 ONLY = {
+    "appo_atari_replay.py": (
+        "Args.replay", "Args.elite_strategy", "Args.policy_cloning_coef", "Args.value_cloning_coef", "parts_of_iteration", "slots_kept",
+        "check_rollout_memory", "Agent.hidden", "Batch.logits", "Batch.replayed", "kl_divergence", "choose", "Learner.add_replayed",
+        "Learner.distances", "Learner.keep",
+    ),
     "appo_atari.py": (
         "Args.episodic_life", "Args.noop_max", "Args.fire_reset", "Args.sticky_actions", "Args.full_action_space",
         "Args.machado", "Args.encoder", "MACHADO", "AtariEnvs", "Residual",
@@ -118,19 +131,20 @@ def pieces(path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", sorted(DIFFERS))
 def test_shared_text_is_the_same(name):
-    base, variant = pieces(ROOT / "appo_doom.py"), pieces(ROOT / name)
+    base, variant = pieces(ROOT / BASE[name]), pieces(ROOT / name)
     shared = base.keys() & variant.keys()
     assert [piece for piece in base.keys() - shared if not piece.startswith(WITHOUT[name])] == [], "missing in the variant"
-    assert [piece for piece in variant.keys() - shared if not piece.startswith(ONLY[name])] == [], "missing in appo_doom.py"
+    assert [piece for piece in variant.keys() - shared if not piece.startswith(ONLY[name])] == [], f"missing in {BASE[name]}"
     differing = {piece for piece in shared if base[piece] != variant[piece]}
-    assert differing - DIFFERS[name] == set(), "these differ from appo_doom.py; carry the change over, or list them here"
+    assert differing - DIFFERS[name] == set(), f"these differ from {BASE[name]}; carry the change over, or list them here"
     assert DIFFERS[name] - differing == set(), "these do not differ any more, or are not in both files"
 
 
 @pytest.mark.parametrize("name", sorted(DIFFERS))
 def test_what_the_docstrings_define_is_the_same(name):
     """The diagram, the words and the rule about time; and how a file is run."""
-    base, variant = ((ROOT / file).read_text() for file in ("appo_doom.py", name))
+    base, variant = ((ROOT / file).read_text() for file in (BASE[name], name))
+    variant = variant.replace("LEARNING -> KEPT -> FREE     ", "LEARNING -> FREE        ")  # appo_atari_replay.py's own
     for begin, end in (("     actor process w = 0..W-1", '\n"""\n'), ('if __name__ == "__main__":', "EOF")):
         one, two = ((text[text.index(begin) :] + "EOF").split(end)[0] for text in (base, variant))
         assert one == two

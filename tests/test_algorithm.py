@@ -151,7 +151,9 @@ def make_batch(appo, agent, T=6, B=4, mask=None, seed=1):
     first = torch.rand(T + 1, B, generator=generator) < 0.25
     mask = ~first[1:] if mask is None else mask
     heads = [torch.randint(n, (T, B), generator=generator) for n in agent.heads]
-    more = dict(inactive=torch.zeros(T, B, dtype=torch.bool)) if "inactive" in appo.Batch._fields else {}
+    more = {name: torch.zeros(T, B, dtype=torch.bool) for name in ("inactive", "replayed") if name in appo.Batch._fields}
+    if "logits" in appo.Batch._fields:
+        more["logits"] = torch.randn(T, B, sum(agent.heads), generator=generator)
     return appo.Batch(
         obs=observations(agent.spaces, T + 1, B, generator=generator), first=first,
         rnn_state=torch.randn(B, agent.state_size, generator=generator),
@@ -164,6 +166,9 @@ def make_batch(appo, agent, T=6, B=4, mask=None, seed=1):
 def learner_of(appo, args, agent):
     """A learner alone, for batches that the test makes."""
     inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, counts=Counter())
+    if hasattr(appo.Learner, "keep"):  # it asks how many slots there are
+        args.num_workers, args.worker_num_splits, args.batch_size = 1, 1, 256
+        inference.rollouts = SimpleNamespace(learned_at=np.zeros(2000), times_replayed=np.zeros(2000))
     return appo.Learner(args, agent, inference, torch.device("cpu"))
 
 
@@ -307,7 +312,7 @@ def test_the_learning_rate_falls_to_0(appo):
     learner, rates = learner_of(appo, args, agent), []
     learner.gather = lambda slots: (make_batch(appo, agent), np.zeros(250))
     for _ in range(5):
-        rates.append((learner.global_step, learner.iterate(None).get("charts/learning_rate", 0.5)))
+        rates.append((learner.global_step, learner.iterate(np.arange(1)).get("charts/learning_rate", 0.5)))
     assert rates == [(0, 0.5), (250, 0.375), (500, 0.25), (750, 0.125), (1000, 0.0)]
     args.anneal_lr = False
     assert learner.learning_rate() == 0.5
@@ -339,11 +344,11 @@ def test_an_observation_that_is_not_finite_changes_nothing(appo, number):
     batches = [make_batch(appo, agent, seed=seed) for seed in range(2)]
     batches[1].obs["vector"][3, 1, 2] = number
     learner.gather = lambda slots: (batches[learner.version], np.zeros(int(batches[learner.version].mask.sum())))
-    learner.iterate(None)
+    learner.iterate(np.arange(1))
     before = copy.deepcopy(agent.state_dict())
     assert before["normalizers.vector.count"] > 0
     with pytest.raises(FloatingPointError, match="observation"):
-        learner.iterate(None)
+        learner.iterate(np.arange(1))
     assert all(torch.equal(one, two) for one, two in zip(before.values(), agent.state_dict().values())) and learner.version == 1
 
 

@@ -20,7 +20,7 @@ from edited import COUNTING, REPORTS, ROOT, edited, with_envs
 from test_algorithm import learner_of, make_agent, make_batch
 from test_command_line import scalars
 
-VARIANTS = ("appo_doom", "appo_atari", "appo_dmlab")
+VARIANTS = ("appo_doom", "appo_atari", "appo_atari_replay", "appo_dmlab")
 
 
 def columns(batch, rows: slice):
@@ -43,13 +43,15 @@ def learn(name: str, rows: slice) -> dict:
     def iterate(i: int, spoil=lambda whole: None):
         whole, lag = make_batch(appo, agent, T=6, B=6, seed=i), np.arange(36).reshape(6, 6)
         spoil(whole)
+        if "replayed" in whole._fields:  # every second rollout
+            whole.replayed[:, 1::2] = True
         if i == 2:
             lag[:, 4:] = old  # the last rank has no usable sample
         if i == 3:
             lag[:] = old  # nobody has
         batch = columns(whole._replace(mask=whole.mask & torch.from_numpy(lag < old)), rows)
         learner.gather = lambda slots: (batch, lag[:, rows][~batch.first[1:].numpy()])
-        return learner.iterate(None)
+        return learner.iterate(np.arange(1))
 
     for i in range(5):
         seen.append(iterate(i))
@@ -108,7 +110,7 @@ def learn_in_parts(name: str, rows: slice, order=range(4)) -> dict:
         part = columns(whole, rows)
         learner.gather = lambda slots: (part, np.zeros(int((~part.first[1:]).sum())))
         with mock.patch("torch.randperm", lambda n: torch.tensor(order)):
-            metrics.append(learner.iterate(None))
+            metrics.append(learner.iterate(np.arange(1)))
     return dict(weights=agent.state_dict(), metrics=metrics, counts=(learner.global_step, learner.version, learner.skipped))
 
 

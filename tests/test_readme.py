@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 from PIL import Image
 
 import appo_atari
+import appo_atari_replay
 import appo_dmlab
 import appo_doom
 import appo_pbt_doom
@@ -29,8 +30,8 @@ README, MEASUREMENTS = (ROOT / "README.md").read_text(), (ROOT / "benchmark" / "
 TEXTS = {"README.md": README, "benchmark/README.md": MEASUREMENTS}
 FLAGS = {"help", "logdir", "no-deps", "shm-size"} | {
     prefix + field.name.replace("_", "-")
-    for options in (appo_doom.Args, appo_atari.Args, appo_dmlab.Args, appo_pbt_doom.Args, dummy_sampler.Options, animation.Options,
-                    seeds.Options)
+    for options in (appo_doom.Args, appo_atari.Args, appo_atari_replay.Args, appo_dmlab.Args, appo_pbt_doom.Args, dummy_sampler.Options,
+                    animation.Options, seeds.Options)
     for field in fields(options)
     for prefix in (("", "no-") if field.type is bool else ("",))
 }

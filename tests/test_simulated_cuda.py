@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 from edited import ROOT, edited
 
-VARIANTS = ("appo_doom.py", "appo_atari.py", "appo_dmlab.py", "appo_pbt_doom.py")
+VARIANTS = ("appo_doom.py", "appo_atari.py", "appo_atari_replay.py", "appo_dmlab.py", "appo_pbt_doom.py")
 IMAGE = (44, 44, 3)
 SIZES = dict(num_workers=4, num_envs_per_worker=4, worker_num_splits=2, num_epochs=2, inference_threads=1, learner_threads=1)
 GROUPS, ROWS = 8, 2  # of these sizes: groups, and rows in each
 
-# what is wrong -> the kind of report, or the RuntimeError, that it gives, and the edit that makes it so
+# what is wrong -> the kind of report, or the RuntimeError, that it gives, the edit that makes it so, and in which file, if not in the base
 MUTANTS = {
     "inference does not wait for the learner's copies out of free slots": ("race", (
         "slots, event = self.free.get()\n            wait_event(event)", "slots, event = self.free.get()\n")),
@@ -55,6 +55,12 @@ MUTANTS = {
     "indices that stay on the host": ("Expected all tensors to be on the same device", (
         "torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)",
         "torch.from_numpy(np.stack([rows, t, slots, first]))")),
+    "the learner frees old slots before it copies them": ("race", (
+        "iteration, lags = self.gather(self.add_replayed(slots))\n        if not args.sync:\n            self.keep(slots)\n",
+        "both = self.add_replayed(slots)\n        self.keep(slots)\n        iteration, lags = self.gather(both)\n"), "appo_atari_replay.py"),
+    "the learner frees old slots without an event": ("race", (
+        "self.inference.release(freed)\n", "self.inference.free.put((freed, None))\n        os.eventfd_write(self.inference.bell, 1)\n"),
+        "appo_atari_replay.py"),
 }  # fmt: skip
 
 
@@ -98,8 +104,8 @@ def test_agreement(play, variant, rnn, vector, heads, batches):
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_missing_synchronisation_is_found(play, tmp_path, mutant):
-    kind, edit = MUTANTS[mutant]
-    answer = play(edited(tmp_path, "appo_mutant", edit, source=ROOT / VARIANTS[0]), "order", 0, True)
+    kind, edit, *file = MUTANTS[mutant]
+    answer = play(edited(tmp_path, "appo_mutant", edit, source=ROOT / (file or VARIANTS)[0]), "order", 0, True)
     assert kind in {kind for kind, *_ in answer["reports"]} or f"RuntimeError: {kind}" in answer["error"], answer
 
 
@@ -159,8 +165,8 @@ def order(appo, ahead: int, until_report: bool) -> None:
             pass
 
     class Rollouts(appo.Rollouts):
-        def __init__(self, spaces, T, slots, state_size, device):
-            super().__init__(spaces, T, slots, state_size, device)
+        def __init__(self, spaces, T, slots, *more):
+            super().__init__(spaces, T, slots, *more)
             for field in appo.fields_of(self):
                 if isinstance(field, torch.Tensor):
                     field.block.divide(slots)
@@ -202,7 +208,8 @@ def order(appo, ahead: int, until_report: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, cuda.Device():
         train(args, Path(folder))
         if not until_report:  # resumed, and with the slots freed after the update
-            train(replace(args, total_timesteps=400, sync=True), Path(folder))
+            other = dict(replay="attentive", total_timesteps=700) if hasattr(appo, "slots_kept") else {}
+            train(replace(args, **dict(total_timesteps=400, sync=True, batch_size=None) | other), Path(folder))
     assert not cuda.pinned
 
 
@@ -219,6 +226,8 @@ def make_spaces(appo, vector: int, heads: tuple[int, ...]):
 
 def sized(appo, **settings):
     own = dict(num_policies=1) if hasattr(appo, "train_policy") else dict(encoder="convnet") if hasattr(appo, "PopArt") else {}
+    if hasattr(appo, "slots_kept"):
+        own = dict(replay="elite", replay_rollouts=20)
     return appo.Args(**SIZES, **settings, **own)
 
 
@@ -240,6 +249,7 @@ def agreement(appo, rnn: str, vector: int, heads: list[int], batches: int) -> di
         if kind == "cuda":
             torch.cuda.synchronize()
         actions, metrics, full, waiting = [], [], [], set()
+        count = appo.parts_of_iteration(args)[0] if hasattr(appo, "slots_kept") else 16
         with appo.own_stream(device, threads=1):
             for _ in range(60):
                 for group in set(rng.choice(GROUPS, rng.integers(1, GROUPS + 1), replace=False).tolist()) - waiting:
@@ -249,9 +259,9 @@ def agreement(appo, rnn: str, vector: int, heads: list[int], batches: int) -> di
                 actions.append(inference.numpy.action.copy())
                 while not inference.full.empty():
                     full.extend(inference.full.get()[0])
-                if len(full) >= 16:
-                    metrics.append(learner.iterate(np.array(full[:16])))
-                    full = full[16:]
+                if len(full) >= count:
+                    metrics.append(learner.iterate(np.array(full[:count])))
+                    full = full[count:]
             result = dict(actions=actions, metrics=metrics, rollouts=vars(inference.rollouts), weights=agent.state_dict(),
                           acting=inference.acting.current.agent.state_dict())  # fmt: skip
             return torch.utils._pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else torch.as_tensor(x), result)
