@@ -237,6 +237,30 @@ def parts_table() -> str:
     return table(["", *columns], rows)
 
 
+REPLAY_SPEED = {
+    "none": "no replay: `appo_atari.py`",
+    "two-epochs": "no replay, two epochs",
+    "uniform": "uniform",
+    "attentive": "attentive",
+    "elite": "elite",
+    "elite-kl": "elite by KL of the policies",
+}
+
+
+def replay_speed_table() -> str:
+    result, rows = read_json("replay_speed.json"), []
+    for name, label in REPLAY_SPEED.items():
+        rates = [run["frames_per_second"] for run_name, run in result["runs"].items() if run_name.rsplit("_", 1)[0] == name]
+        median = result["medians"][name]
+        rows.append([label, numbers(rates), f"**{median:,.0f}**", f"{median / result['medians']['none']:.0%}"])
+    return table(["replay", "frames/s, three runs", "median", "of those without"], rows)
+
+
+def replay_parts_table() -> str:
+    times = read_json("replay_parts.json")["milliseconds"]
+    return table(["", "ms"], [[name, f"{value:.2f}"] for name, value in times.items()])
+
+
 def null_table() -> str:
     rows = []
     for family in ("doom", "atari"):
@@ -281,6 +305,7 @@ TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, r
               ranks_learning=ranks_learning_table,
               peers_dmlab=partial(peers_table, "peers_dmlab"), peers_pufferlib=partial(peers_table, "peers_pufferlib"),
               recipe=recipe_table,
+              replay_speed=replay_speed_table, replay_parts=replay_parts_table,
               throughput=throughput_table, parts=parts_table, null=null_table, policies=policies_table, self_play=self_play_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75, steps=90_000),
