@@ -1452,15 +1452,17 @@ class Learner:
     @torch.inference_mode()
     def distances(self, slots: np.ndarray, newest: int) -> np.ndarray:
         """float32 [slots], on the host: how far what the network makes of their states now is from what the acting one
-        made of them then or, attentive, of the last state in slot `newest`, the newest that the learner has."""
+        made of them then or, attentive, of the last state in slot `newest`, the newest that the learner has. Of every
+        fourth state, where no recurrent core needs all: neighbours in time hardly differ."""
         args, r = self.args, self.inference.rollouts
-        rollouts, _ = self.gather(slots)
-        now = self.agent.hidden(rollouts.obs, rollouts.first, rollouts.rnn_state, rollouts.restarts)[0][:-1]
+        (rollouts, _), every = self.gather(slots), 1 if self.agent.state_size else 4
+        obs = {name: part[::every] for name, part in rollouts.obs.items()}
+        now, _ = self.agent.hidden(obs, rollouts.first[::every], rollouts.rnn_state, rollouts.restarts)
+        now = now[: -(-args.rollout // every)]  # without the observation after the last step
         field = r.logits if args.replay_distance == "kl" else r.features
         wanted = np.array([newest]) if args.replay == "attentive" else slots
         then = field.index_select(1, torch.from_numpy(wanted).to(self.device))
-        if args.replay == "attentive":
-            then = then[-1:]
+        then = then[-1:] if args.replay == "attentive" else then[::every]
         if args.replay_distance == "kl":
             distance = kl_divergence(then, self.agent.actor(now), self.agent.heads).sum(0)
         elif args.replay_distance == "cosine":
