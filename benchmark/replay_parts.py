@@ -5,7 +5,8 @@
 Both threads have the defaults of a run on two cores: 32 games, and iterations of 4 fresh and 4 replayed rollouts of 32 steps. `act` is one batch
 of inference with all games: without replay, with the logits stored (uniform), and with the features, too (elite). `gather` copies an
 iteration out of the rollouts, without what is replayed and with it; `learn` is the optimiser step. `choose` is all of `Learner.add_replayed`
-at the beginning of a run, with six candidates for each one that is replayed: of these `gather 24` copies them, `encode 24` runs the network.
+at the beginning of a run, with six candidates for each one that is replayed: `distances 24` copies these and runs the network, `gather 24` is
+the copying alone.
 Medians of rounds in which each is done once. Machine: takes a minute; nothing else may run beside it.
 """
 
@@ -78,9 +79,8 @@ def main() -> None:
         chosen = timed("choose", elite.add_replayed, slots)
         candidates = np.random.permutation(np.array(elite.kept))[: round(replayed * elite.args.replay_candidates)]
         parts = np.split(candidates, len(candidates) // replayed)
-        with torch.inference_mode():
-            batches = timed(f"gather {len(candidates)}", lambda: [elite.gather(part)[0] for part in parts])
-            timed(f"encode {len(candidates)}", lambda: [elite.agent.hidden(b.obs, b.first, b.rnn_state, b.restarts) for b in batches])
+        timed(f"distances {len(candidates)}", lambda: [elite.distances(part, slots[-1]) for part in parts])
+        timed(f"gather {len(candidates)}", lambda: [elite.gather(part) for part in parts])
         for name, learner, all_slots in (("", none, slots), (" with what is replayed", elite, chosen)):
             learner.version = 1
             iteration, _ = timed(f"gather{name}", learner.gather, all_slots)
