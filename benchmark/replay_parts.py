@@ -2,12 +2,12 @@
 
     python benchmark/replay_parts.py --out benchmark/results/replay_parts.json
 
-Both threads have the defaults of a run on two cores: 32 games, and iterations of 4 fresh and 4 replayed rollouts of 32 steps. `act` is one batch
-of inference with all games: without replay, with the logits stored (uniform), and with the features, too (elite). `gather` copies an
-iteration out of the rollouts, without what is replayed and with it; `learn` is the optimiser step. `choose` is all of `Learner.add_replayed`
-at the beginning of a run, with six candidates for each one that is replayed: `distances 24` copies these and runs the network, `gather 24` is
-the copying alone.
-Medians of rounds in which each is done once. Machine: takes a minute; nothing else may run beside it.
+Both threads have the defaults of a run on two cores: 32 games, and iterations of 4 fresh and 4 replayed rollouts of 32 steps. `act` is one
+batch of inference with all games: without replay, with the logits stored (uniform), and with the features, too (elite). `gather` copies an
+iteration out of the rollouts, without what is replayed and with it; `learn` is the optimiser step. `choose` is all of
+`Learner.add_replayed` at the beginning of a run, with six candidates for each one that is replayed: `distances 24` copies these and runs
+the network, `gather 24` is the copying alone. Medians of rounds in which each is done once. Machine: takes a minute; nothing else may run
+beside it.
 """
 
 import json
