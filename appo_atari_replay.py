@@ -180,7 +180,7 @@ class Args:
     # --- replay
     replay: Literal["uniform", "attentive", "elite"] = "uniform"
     """which kept rollouts are learned from again: any; those that are most like where the agents are now; or those that
-    the network still sees as it did when it acted. The last two by the distance of states, a sum over the rollout"""
+    the network still sees as it did when it acted. The last two by the distance of states, summed over the rollout"""
     replay_share: float = 0.5  # share of each batch that is replayed; 0: none
     replay_rollouts: int = 1000  # the newest so many are kept, on the device; each takes 0.9 MiB at 32 steps
     replay_candidates: float = 6.0
@@ -1422,7 +1422,8 @@ class Learner:
         return None
 
     def add_replayed(self, slots: np.ndarray) -> np.ndarray:
-        """Fresh slots -> these and the KEPT ones that are replayed; none are before a fifth of their room is filled."""
+        """Fresh slots -> these and the KEPT ones that are replayed; none are before a fifth of their room is filled. By
+        `times_replayed`, which is above 0 for these and 0 for fresh ones, `gather` tells them apart."""
         args, r = self.args, self.inference.rollouts
         r.learned_at[slots] = self.global_step
         _, count = parts_of_iteration(args)
@@ -1472,8 +1473,8 @@ class Learner:
         return distance.cpu().numpy()
 
     def keep(self, slots: np.ndarray) -> None:
-        """LEARNING -> KEPT, and as many of the oldest KEPT ones -> FREE. Called when they have been copied, if they are
-        among the replayed ones of this iteration."""
+        """LEARNING -> KEPT, and as many of the oldest KEPT ones -> FREE. These may be replayed in this very iteration:
+        it must have copied them by now."""
         self.kept.extend(slots)
         self.filled = min(self.filled + len(slots), slots_kept(self.args))
         freed = np.array([self.kept.popleft() for _ in slots])
