@@ -192,7 +192,7 @@ class Args:
     replay_distance: Literal["norm", "cosine", "kl"] = "norm"
     """attentive, elite: of two states, by the last hidden layer the 2-norm or the cosine, or KL of the two policies"""
     policy_cloning_coef: float = 0.05  # of KL(mu, pi) of replayed samples; it holds the policy near the acting one, mu
-    value_cloning_coef: float = 0.005  # of the squared change of replayed samples' values since acting time
+    value_cloning_coef: float = 0.0  # of the squared change of replayed samples' values since acting time
     replay_kl_mask: float = 0.0
     """replayed samples with KL(pi, mu) above this have no policy gradient and cut the trace (LASER has 0.3); 0: none"""
 

@@ -28,8 +28,8 @@ learning)
     train replay.csv --grid "env-id=Pong-v5,Breakout-v5,Seaquest-v5" --settings "replay-share=0" "replay-share=0 num-epochs=2" "replay=uniform" \
         "replay=attentive" "replay=elite elite-strategy=1" "replay=elite elite-strategy=3" ;;
 defaults)
-    train seeds_replay.csv --settings "" "policy-cloning-coef=0 value-cloning-coef=0" "policy-cloning-coef=0" "value-cloning-coef=0" \
-        "replay-kl-mask=0.3" ;;
+    train seeds_replay.csv --settings "" "value-cloning-coef=0.005" "policy-cloning-coef=0" "policy-cloning-coef=0 value-cloning-coef=0.005" \
+        "replay-kl-mask=0.3 value-cloning-coef=0.005" ;;
 speed)
     mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
     for round in 1 2 3; do
