@@ -261,6 +261,46 @@ def replay_parts_table() -> str:
     return table(["", "ms"], [[name, f"{value:.2f}"] for name, value in times.items()])
 
 
+REPLAY = {  # setting: what it is called, colour, line
+    "replay-share=0": ("no replay", "#495057", ":"),
+    "replay-share=0 num-epochs=2": ("no replay, two epochs", "#7048a8", "-."),
+    "replay=uniform": ("uniform", "#0b5fa5", "-"),
+    "replay=attentive": ("attentive", "#2b8a3e", "--"),
+    "replay=elite elite-strategy=1": ("elite 1", "#c2410c", "--"),
+    "replay=elite elite-strategy=3": ("elite 3", "#c2410c", ":"),
+}
+TWELVE_MINUTES = 720  # seconds; of a run that was resumed later ones do not count
+
+
+def replay_runs() -> dict[str, dict[str, list[np.ndarray]]]:
+    """Game -> setting, as in REPLAY -> a seed's [points, 3]: seconds, step, mean return of the last 100 episodes."""
+    found = read_settings(RESULTS / "replay.csv")
+    games = dict.fromkeys(setting.split()[-1].removeprefix("env-id=") for setting in found)
+    return {game: {setting: [points[points[:, 0] <= TWELVE_MINUTES] for points in found[f"{setting} env-id={game}"].values()]
+                   for setting in REPLAY if f"{setting} env-id={game}" in found} for game in games}  # fmt: skip
+
+
+def replay_table() -> str:
+    """Every way of replaying at equal frames, as many as the slowest run of that game has, and at equal minutes."""
+
+    def cell(values: list[float]) -> str:
+        return f"**{np.mean(values):.1f}**" + (f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else "")
+
+    rows = []
+    for game, settings in replay_runs().items():
+        start = max(points[0, 1] for runs in settings.values() for points in runs)
+        end = min(points[-1, 1] for runs in settings.values() for points in runs)
+        grid = np.linspace(start, end, 1000)
+        for setting, runs in settings.items():
+            equal = [np.interp(grid, points[:, 1], points[:, 2]) for points in runs]
+            minutes = [points[points[:, 0] > 0.9 * TWELVE_MINUTES, 2].mean() for points in runs]
+            millions = [4 * points[-1, 1] / 1e6 for points in runs]
+            rows.append([f"`{game}`", REPLAY[setting][0], str(len(runs)), f"{4 * end / 1e6:.1f}", cell([x.mean() for x in equal]),
+                         cell([x[-100:].mean() for x in equal]), cell(minutes), f"{np.mean(millions):.1f}"])  # fmt: skip
+    columns = ("million frames", "mean return", "in the last tenth", "after 12 minutes", "million frames")
+    return table(["", "replay", "seeds", *columns], rows)
+
+
 def null_table() -> str:
     rows = []
     for family in ("doom", "atari"):
@@ -305,7 +345,8 @@ TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, r
               ranks_learning=ranks_learning_table,
               peers_dmlab=partial(peers_table, "peers_dmlab"), peers_pufferlib=partial(peers_table, "peers_pufferlib"),
               recipe=recipe_table,
-              replay_speed=replay_speed_table, replay_parts=replay_parts_table,
+              replay=replay_table, replay_speed=replay_speed_table, replay_parts=replay_parts_table,
+              settings_replay=partial(settings_table, "replay", 15, 25, steps=760_000),
               throughput=throughput_table, parts=parts_table, null=null_table, policies=policies_table, self_play=self_play_table,
               settings_battle=partial(settings_table, "battle", 5, 10), settings_basic=partial(settings_table, "basic", 50, 75),
               settings_sync=partial(settings_table, "sync", 0, 50, 75, steps=90_000),
@@ -443,6 +484,28 @@ def panels(plt) -> None:
     figure.savefig(RESULTS / "half_hour.png", dpi=130)
 
 
+def replay(plt) -> None:
+    """A panel for each game over frames and, below it, over minutes: the mean of the seeds."""
+    games = replay_runs()
+    figure, axes = plt.subplots(2, len(games), figsize=(9, 5), squeeze=False, layout="constrained")
+    for (game, settings), column in zip(games.items(), axes.T):
+        for axis, (x, scale) in zip(column, ((1, 4e-6), (0, 1 / 60))):
+            for setting, runs in settings.items():
+                name, colour, line = REPLAY[setting]
+                grid = np.linspace(max(points[0, x] for points in runs), min(points[-1, x] for points in runs), 200)
+                values = np.mean([np.interp(grid, points[:, x], points[:, 2]) for points in runs], axis=0)
+                axis.plot(grid * scale, values, line, color=colour, linewidth=1.4, label=name)
+            axis.grid(alpha=0.3)
+            axis.tick_params(labelsize=8)
+        column[0].set_title(game, fontsize=9)
+        column[0].set_xlabel("million frames", fontsize=8)
+        column[1].set_xlabel("minutes", fontsize=8)
+    axes[0, 0].legend(fontsize=7)
+    figure.supylabel("mean raw return, last 100 episodes", fontsize=8)
+    figure.suptitle(f"replay: twelve minutes, mean over seeds; {machine_of('replay.csv')}", fontsize=10)
+    figure.savefig(RESULTS / "replay.png", dpi=130)
+
+
 def combinations(plt, curves: dict[str, dict[int, np.ndarray]], out: Path) -> None:
     """A panel for each environment, a line for each setting: the mean over seeds between the lowest and the highest of them."""
     panels = defaultdict(dict)
@@ -575,6 +638,7 @@ def main() -> None:
     peers(plt)
     seeds(plt)
     panels(plt)
+    replay(plt)
     curves(plt, "basic, three seeds each", 75, "learning_basic.png", "learning_basic.csv")
     curves(plt, "battle", 10, "learning_battle.png", "learning_battle.csv")
     battle(plt)
