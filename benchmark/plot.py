@@ -281,7 +281,8 @@ def replay_runs() -> dict[str, dict[str, list[np.ndarray]]]:
 
 
 def replay_table() -> str:
-    """Every way of replaying at equal frames, as many as the slowest run of that game has, and at equal minutes."""
+    """Every way of replaying at equal frames, as many as the slowest run of that game has, and after equal minutes: the mean over seeds
+    (lowest to highest)."""
 
     def cell(values: list[float]) -> str:
         return f"**{np.mean(values):.1f}**" + (f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else "")
@@ -297,7 +298,7 @@ def replay_table() -> str:
             millions = [4 * points[-1, 1] / 1e6 for points in runs]
             rows.append([f"`{game}`", REPLAY[setting][0], str(len(runs)), f"{4 * end / 1e6:.1f}", cell([x.mean() for x in equal]),
                          cell([x[-100:].mean() for x in equal]), cell(minutes), f"{np.mean(millions):.1f}"])  # fmt: skip
-    columns = ("million frames", "mean return", "in the last tenth", "after 12 minutes", "million frames")
+    columns = ("equal frames, millions", "mean return", "in their last tenth", "after 12 minutes", "frames in these, millions")
     return table(["", "replay", "seeds", *columns], rows)
 
 
@@ -502,7 +503,7 @@ def replay(plt) -> None:
         column[1].set_xlabel("minutes", fontsize=8)
     axes[0, 0].legend(fontsize=7)
     figure.supylabel("mean raw return, last 100 episodes", fontsize=8)
-    figure.suptitle(f"replay: twelve minutes, mean over seeds; {machine_of('replay.csv')}", fontsize=10)
+    figure.suptitle(f"replay: twelve minutes, mean over the seeds of the table; {machine_of('replay.csv')}", fontsize=10)
     figure.savefig(RESULTS / "replay.png", dpi=130)
 
 
