@@ -1126,12 +1126,11 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
     """
     rho = ratios.clamp(max=rho_bar) * valid
     c = lam * ratios.clamp(max=c_bar) * valid
-    deltas = rho * (rewards + discounts * values[1:] - values[:-1])
-    vs = values.clone()
-    correction = torch.zeros_like(values[0])  # vs[t+1] - V[t+1]
-    for t in reversed(range(len(rewards))):
-        correction = deltas[t] + discounts[t] * c[t] * correction
-        vs[t] += correction
+    trace = discounts * c
+    corrections = rho * (rewards + discounts * values[1:] - values[:-1])
+    for t in reversed(range(len(rewards) - 1)):
+        corrections[t].addcmul_(trace[t], corrections[t + 1])  # in place: from here on it is vs[t] - V[t]
+    vs = torch.cat([values[:-1] + corrections, values[-1:]])
     advantages = rewards + discounts * (lam * vs[1:] + (1 - lam) * values[1:]) - values[:-1]
     return vs, advantages
 
