@@ -40,10 +40,11 @@ NULL_WORKERS = (2, 4, 8, 16, 32, 64)
 
 @dataclass
 class Options:
-    family: Literal["doom", "atari", "dmlab", "pbt_doom"] = "doom"
+    family: Literal["doom", "atari", "dmlab", "mujoco", "pbt_doom"] = "doom"
     """which variant's environments"""
     env_id: str | None = None
-    """environment; default: benchmark for doom, Breakout-v5 for atari, dmlab_benchmark for dmlab, duel for pbt_doom"""
+    """environment; default: benchmark for doom, Breakout-v5 for atari, dmlab_benchmark for dmlab, HalfCheetah-v5 for
+    mujoco, duel for pbt_doom"""
     num_workers: int | None = None
     """processes. Default: the cores this process may use"""
     num_envs_per_worker: int = 16
@@ -72,12 +73,12 @@ def variant(options: Options):
             sys.exit(f"error: --{name.replace('_', '-')} {value}: there must be at least one")
     if options.null and options.sweep:
         sys.exit("error: --null measures 2 to 64 workers and has no --sweep")
-    if options.null and options.family == "pbt_doom":
-        sys.exit("error: --null is for one policy: --family doom or atari")
+    if options.null and options.family in ("mujoco", "pbt_doom"):
+        sys.exit("error: --null is for one policy with discrete actions: --family doom, atari or dmlab")
     if options.out and not options.out.parent.is_dir():
         sys.exit(f"error: there is no folder {options.out.parent}")
     appo = importlib.import_module(f"appo_{options.family}")
-    default = dict(doom="benchmark", atari="Breakout-v5", dmlab="dmlab_benchmark", pbt_doom="duel")
+    default = dict(doom="benchmark", atari="Breakout-v5", dmlab="dmlab_benchmark", mujoco="HalfCheetah-v5", pbt_doom="duel")
     env_id = options.env_id or default[options.family]
     args = appo.Args(env_id=env_id, device="cpu", num_workers=options.num_workers,
                      num_envs_per_worker=options.num_envs_per_worker,
@@ -347,7 +348,8 @@ def main() -> None:
             print(f"best: {best['envs_per_worker']} environments per worker, {best['frames_per_second']:,} frames/s")
     if options.out:
         engine = {appo.ENGINE: getattr(sys.modules[appo.ENGINE], "__version__", "unknown")}
-        content = dict(machine=machine() | engine, command=command(), env_id=args.env_id, results=results)
+        content = dict(machine=machine() | engine, command=command(), env_id=args.env_id, frameskip=args.frameskip,
+                       results=results)  # fmt: skip
         options.out.write_text(json.dumps(content, indent=2) + "\n")
 
 

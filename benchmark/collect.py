@@ -3,9 +3,10 @@
     python benchmark/collect.py curves OUT.csv FOLDER...   # return over steps and seconds
     python benchmark/collect.py tasks/NAME/episodic_return OUT.csv FOLDER...   # or another tag of our own runs
     python benchmark/collect.py rates OUT.json FOLDER...   # frames/s, medians by system, ratios
+    python benchmark/collect.py steps OUT.json FOLDER...   # the same in steps/s, where frameskips differ
     python benchmark/collect.py throughput OUT.json FOLDER...   # the same beside the ceiling in FOLDER.json
 
-A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates (without FAMILY no ratios), SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
+A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
 
 Seconds of a curve count from a run's first line of log to each report, so they include the start of the games. Rates leave out the
 first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its reward scale; on its battle,
@@ -65,7 +66,8 @@ def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tu
 
 def read_sample_factory(folder: Path) -> list[tuple[float, int, float | None]]:
     text = re.sub(r"\x1b\[[0-9;]*m", "", (folder / "out.txt").read_text())
-    env = json.loads((folder / "sf" / "config.json").read_text())["env"]
+    config = json.loads((folder / "sf" / "config.json").read_text())
+    env, frameskip = config["env"], config["env_frameskip"]
     if env == "doom_battle":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -79,7 +81,7 @@ def read_sample_factory(folder: Path) -> list[tuple[float, int, float | None]]:
         seconds = datetime.datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp()
         start = seconds if start is None else start
         if found := re.search(r"Total num frames: (\d+)", line):
-            points.append((seconds - start, int(found[1]) // 4, None))
+            points.append((seconds - start, int(found[1]) // frameskip, None))
         elif (found := re.search(r"Avg episode reward: \[\(0, '([-\d.]+)'\)\]", line)) and points:
             points[-1] = (*points[-1][:2], float(found[1]) / scale)
     return points
@@ -108,18 +110,20 @@ def main() -> None:
             file.write("# " + json.dumps(machine_and_engines()) + "\n")
             csv.writer(file).writerows([["run", "seconds", "step", "return"], *rows])
         return
-    rates = {}
+    rates, unit = {}, "steps_per_second" if kind == "steps" else "frames_per_second"
     for folder in folders:
-        if (folder / "rate.json").exists():  # PufferLib's: pufferlib_atari.py has taken it
-            rates[folder.name] = json.loads((folder / "rate.json").read_text())
+        if (folder / "rate.json").exists():  # taken by pufferlib_atari.py or, of the games alone, by dummy_sampler.py
+            rate = json.loads((folder / "rate.json").read_text())
+            if "results" in rate:
+                rate = {unit: round(rate["results"][0]["frames_per_second"] / (rate["frameskip"] if kind == "steps" else 1))}
+            rates[folder.name] = rate
             continue
         points = read(folder)  # of which only those count at which steps were new: a batch may take many seconds
         points = [point for last, point in pairwise([(0.0, 0, None), *points]) if point[1] > last[1]]
         points = [point for point in points if point[0] >= points[0][0] + 20]
         (begin, first, _), (end, last, _) = points[0], points[-1]
-        rates[folder.name] = dict(
-            frames_per_second=round(4 * (last - first) / (end - begin)), window_seconds=round(end - begin)
-        )
+        rate = (1 if kind == "steps" else 4) * (last - first) / (end - begin)
+        rates[folder.name] = {unit: round(rate), "window_seconds": round(end - begin)}
     if kind == "throughput":
         table = {}
         for folder in folders:
@@ -138,7 +142,7 @@ def main() -> None:
         return
     systems = {}
     for name, rate in rates.items():
-        systems.setdefault(name.rsplit("_", 1)[0], []).append(rate["frames_per_second"])
+        systems.setdefault(name.rsplit("_", 1)[0], []).append(rate[unit])
     medians = {name: statistics.median(values) for name, values in systems.items()}
     ratios = {}  # of ours to each peer of the same family
     for name, value in medians.items():

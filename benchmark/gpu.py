@@ -3,7 +3,7 @@
 In this order, until the time is up; what is left then is named:
 
 * `benchmark` (ViZDoom) and Breakout with two splits, beside the dummy sampler on the same cores: frames/s and the share of the ceiling;
-* the other three variants, so that all have trained (DeepMind Lab with the engine where Python finds it, else with the tests' stand-in,
+* the other variants, so that all have trained (DeepMind Lab with the engine where Python finds it, else with the tests' stand-in,
   whose speed says nothing);
 * one batch of inference and one iteration of the learner under PyTorch's profiler: launches, copies, waits, time of the GPU;
 * float32 instead of bfloat16, and one split instead of two.
@@ -40,7 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from collect import machine_and_engines  # noqa: E402
 
-ENV_IDS = dict(doom="benchmark", atari="Breakout-v5", atari_replay="Breakout-v5", pbt_doom="benchmark", dmlab="rooms_collect_good_objects_train")
+ENV_IDS = dict(doom="benchmark", atari="Breakout-v5", atari_replay="Breakout-v5", mujoco="HalfCheetah-v5", pbt_doom="benchmark",
+               dmlab="rooms_collect_good_objects_train")  # fmt: skip
 LAB = importlib.util.find_spec("deepmind_lab") is not None
 
 
@@ -103,7 +104,7 @@ def train(options: Options, limit: float, family: str, **flags) -> dict:
                      experiment="run") | flags  # fmt: skip
         with gpu_use() as samples:
             run(options, limit, ROOT / f"appo_{family}.py", *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items()))
-        folder, found, fps = Path(place) / "run", {}, 0.0
+        folder, found, sps = Path(place) / "run", {}, 0.0
         for policy in sorted(folder.glob("policy_*")) or [folder]:  # rates of a population are added up, the rest is the last policy's
             events = EventAccumulator(str(policy)).Reload()
             tags = events.Tags()["scalars"]
@@ -111,18 +112,19 @@ def train(options: Options, limit: float, family: str, **flags) -> dict:
             if len(steps) < 2:
                 raise ValueError(f"fewer than four reports: --seconds {options.seconds:g} is too short for a rate")
             begin, end = steps[0].wall_time, steps[-1].wall_time
-            fps += 4 * (steps[-1].step - steps[0].step) / (end - begin)
+            sps += (steps[-1].step - steps[0].step) / (end - begin)
             values = {tag: [event.value for event in events.Scalars(tag)[2:]] for tag in tags}
             found = {tag: statistics.mean(numbers) for tag, numbers in values.items() if numbers}
         resolved = json.loads((folder / "cfg.json").read_text())["resolved"]
     if not all(math.isfinite(value) for value in found.values()):
         raise ValueError(f"not finite: {found}")
-    result = dict(frames_per_second=round(fps), lag=round(found["lag/mean"], 2),
+    result = dict(frames_per_second=round(resolved["frameskip"] * sps), lag=round(found["lag/mean"], 2),
                   learner_learns=round(1 - found["stats/learner_wait"], 3),
                   inference_waits_for_games=round(found["stats/inference_idle"], 3),
                   inference_waits_for_slots=round(found["stats/inference_blocked"], 3),
                   rows_in_an_inference_batch=round(found["stats/inference_batch"], 1))  # fmt: skip
-    result |= {key: resolved[key] for key in ("precision", "worker_num_splits", "batch_size", "num_envs_per_worker")}
+    result |= {key: resolved[key] for key in ("worker_num_splits", "batch_size", "num_envs_per_worker")}
+    result["precision"] = resolved.get("precision", "float32")
     if window := [sample[1:] for sample in samples if begin <= sample[0] <= end]:
         busy, used = np.mean(window, axis=0)
         result |= dict(gpu_busy=round(busy, 2), gpu_memory_gib=round(used / 1024, 1))
@@ -250,6 +252,7 @@ def main() -> int:
         "pbt_doom, two policies": (train, "pbt_doom", two | dict(num_policies=2, num_envs_per_worker=8)),
         lab: (train, "dmlab", dict(num_envs_per_worker=4)),
         "atari_replay, elite": (train, "atari_replay", two | dict(replay="elite")),
+        "mujoco": (train, "mujoco", two),
         "doom in float32": (train, "doom", float32), "atari in float32": (train, "atari", float32),
         "doom with one split": (train, "doom", one), "atari with one split": (train, "atari", one),
     }  # fmt: skip

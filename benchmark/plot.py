@@ -46,8 +46,11 @@ PEERS = {
     "atari_puffer-native": "PufferLib 3.0.0, games in its main process",
     "dmlab_ours": "`appo_dmlab.py`",
     "dmlab_sf": "Sample Factory 2.1.1",
-}
-FAMILIES = dict(doom="Doom", atari="Atari", dmlab="DeepMind Lab")
+    **{f"{task}_{system}": name for task in ("halfcheetah", "ant") for system, name in dict(
+        ours="`appo_mujoco.py`", bare="`dummy_sampler.py`: the tasks alone, random actions", sf="Sample Factory 2.1.1, its recipe",
+        cleanrl="CleanRL `ppo_continuous_action.py`", sb3="Stable-Baselines3 2.9.2, PPO").items()},
+}  # fmt: skip
+FAMILIES = dict(doom="Doom", atari="Atari", dmlab="DeepMind Lab", halfcheetah="HalfCheetah", ant="Ant")
 
 
 def read_curves(*names: str) -> dict[str, list[list[tuple[float, float, float]]]]:
@@ -116,15 +119,15 @@ def battle_table() -> str:
     return table(["", *columns], rows)
 
 
-def peers_table(name: str = "peers") -> str:
+def peers_table(name: str = "peers", unit: str = "frames") -> str:
     result, rows = read_json(f"{name}.json"), []
     for system, name in PEERS.items():
         if system in result["medians"]:
-            rates = [run["frames_per_second"] for key, run in result["runs"].items() if key.rsplit("_", 1)[0] == system]
+            rates = [run[f"{unit}_per_second"] for key, run in result["runs"].items() if key.rsplit("_", 1)[0] == system]
             family, median = system.split("_")[0], result["medians"][system]
             ratio = f"{result['medians'][f'{family}_ours'] / median:.1f} x" if system in result["ratios"] else ""
             rows.append([FAMILIES[family], name, numbers(rates), f"**{median:,.0f}**", ratio])
-    return table(["", "", "frames/s, three runs", "median", "ours / peer"], rows)
+    return table(["", "", f"{unit}/s, three runs", "median", "ours / this"], rows)
 
 
 def ranks_table() -> str:
@@ -225,7 +228,7 @@ def throughput_table() -> str:
 
 def parts_table() -> str:
     rows = []
-    for family in FAMILIES:
+    for family in ("doom", "atari", "dmlab"):
         result = read_json(f"parts_{family}.json")
         times = result["milliseconds_per_sample"]
         shares = [f"{statistics.median(x):.0%} ({min(x):.0%} to {max(x):.0%})" for x in result["shares"].values()]
@@ -300,6 +303,27 @@ def replay_table() -> str:
                          cell([x[-100:].mean() for x in equal]), cell(minutes), f"{np.mean(millions):.1f}"])  # fmt: skip
     columns = ("equal frames, millions", "mean return", "in their last tenth", "after 12 minutes", "frames in these, millions")
     return table(["", "replay", "seeds", *columns], rows)
+
+
+# CleanRL's documentation: ppo_continuous_action.py on MuJoCo v4, mean and deviation over seeds. After a million steps; Ant and
+# HumanoidStandup after 8 million (its page of RPO)
+CLEANRL_MUJOCO = {"HalfCheetah-v5": (1443, 46, 1), "Walker2d-v5": (2288, 572, 1), "Hopper-v5": (2383, 272, 1), "Ant-v5": (1824, 906, 8),
+                  "HumanoidStandup-v5": (109326, 16162, 8)}  # fmt: skip
+
+
+def mujoco_table() -> str:
+    rows = []
+    for setting, seeds in read_settings(RESULTS / "mujoco.csv").items():
+        task = setting.removeprefix("env-id=")
+        rows.append([f"`{task}`"])
+        for steps in (1e6, 3e6):
+            values = [np.interp(steps, points[:, 1], points[:, 2]) for points in seeds.values()]
+            minutes = [np.interp(steps, points[:, 1], points[:, 0]) / 60 for points in seeds.values()]
+            rows[-1] += [f"**{np.mean(values):,.0f}** ({min(values):,.0f} to {max(values):,.0f})", f"{statistics.median(minutes):.1f}"]
+        mean, deviation, millions = CLEANRL_MUJOCO[task]
+        rows[-1].append(f"{mean:,} ± {deviation:,} ({millions} million)")
+    columns = ("return after 1 million steps", "minutes", "after 3 million", "minutes", "CleanRL, published (steps)")
+    return table(["", *columns], rows)
 
 
 def null_table() -> str:
@@ -505,6 +529,33 @@ def replay(plt) -> None:
     figure.supylabel("mean raw return, last 100 episodes", fontsize=8)
     figure.suptitle(f"replay: twelve minutes, mean over the seeds of the table; {machine_of('replay.csv')}", fontsize=10)
     figure.savefig(RESULTS / "replay.png", dpi=130)
+
+
+def mujoco(plt) -> None:
+    """A panel for each task: the seeds and their mean; CleanRL's published numbers, and its one run here."""
+    found = read_settings(RESULTS / "mujoco.csv")
+    figure, axes = plt.subplots(1, len(found), figsize=(9, 2.6), squeeze=False, layout="constrained")
+    for axis, (setting, seeds) in zip(axes.flat, found.items()):
+        task = setting.removeprefix("env-id=")
+        grid = np.linspace(max(points[0, 1] for points in seeds.values()), min(points[-1, 1] for points in seeds.values()), 200)
+        values = [np.interp(grid, points[:, 1], points[:, 2]) for points in seeds.values()]
+        for value in values:
+            axis.plot(grid / 1e6, value, color=STYLE["ours"][1], alpha=0.35, linewidth=0.8)
+        axis.plot(grid / 1e6, np.mean(values, axis=0), color=STYLE["ours"][1], linewidth=1.8, label="ours, three seeds")
+        mean, deviation, millions = CLEANRL_MUJOCO[task]
+        if millions == 1:
+            axis.errorbar(1, mean, deviation, fmt="o", color=STYLE["cleanrl"][1], markersize=4, capsize=3, label=STYLE["cleanrl"][0])
+        if task == "HalfCheetah-v5":
+            ((points,),) = read_curves("cleanrl_mujoco.csv").values()
+            axis.plot([step / 1e6 for _, step, _ in points], [value for *_, value in points], STYLE["cleanrl"][2],
+                      color=STYLE["cleanrl"][1], linewidth=1, label="CleanRL, a run here")  # fmt: skip
+        axis.set_title(task.removesuffix("-v5"), fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize=6)
+    figure.supxlabel("million steps", fontsize=8)
+    figure.suptitle(f"mean raw return of the last 100 episodes; {machine_of('mujoco.csv')}", fontsize=10)
+    figure.savefig(RESULTS / "mujoco.png", dpi=130)
 
 
 def combinations(plt, curves: dict[str, dict[int, np.ndarray]], out: Path) -> None:

@@ -21,6 +21,8 @@ case $env in
              deadline=90
              flags=(--use_rnn=True --recurrence=32 --num_envs_per_worker=16 --worker_num_splits=2
                     --encoder_conv_architecture=resnet_impala --dmlab_use_level_cache=False --decorrelate_envs_on_one_worker=False) ;;
+    mujoco_*) module=sf_examples.mujoco.train_mujoco   # its own recipe, but for the number of workers
+              flags=(--env_frameskip=1 --rollout=64 --num_batches_per_epoch=4 --num_epochs=2 --num_envs_per_worker=8 --worker_num_splits=2) ;;
 esac
 start() {
     rm -rf "${folder:?}"   # else it resumes

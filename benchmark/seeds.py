@@ -131,7 +131,7 @@ class Run:
             raise ValueError("no episode was over")
         resolved = json.loads((self.folder / "cfg.json").read_text())["resolved"]
         lag = statistics.mean(lag for _, _, lag in read_events(self.folder, "charts/SPS", "lag/mean"))
-        about = dict(run=self.name, command=" ".join(self.command), precision=resolved["precision"], lag=round(lag, 2))
+        about = dict(run=self.name, command=" ".join(self.command), precision=resolved.get("precision", "float32"), lag=round(lag, 2))
         about |= machine_and_engines()
         new = not out.exists()
         with open(out, "a", newline="") as file:

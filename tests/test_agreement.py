@@ -29,6 +29,16 @@ DIFFERS = {
         "Inference.__init__", "Inference.act", "Learner.load", "Learner.update", "save_checkpoint", "evaluate",
         "parse_args", "Reporter.__init__", "Reporter.update", "train", "main",
     },
+    "appo_mujoco.py": {
+        "Args.env_id", "Args.frameskip", "Args.total_timesteps", "Args.rollout", "Args.num_batches_per_epoch",
+        "Args.num_epochs", "Args.learning_rate", "Args.anneal_lr", "Args.clip_coef", "Args.ppo_clip_value",
+        "Args.ent_coef", "Args.reward_clip", "Args.normalize_input", "Args.hidden_size", "Args.batch_size",
+        "BATCH_SHARE, SMALLEST_BATCH", "LOWEST", "HIGHEST", "SESSION, FIXED", "Args.save_video", "resolve",
+        "ENV_SHARED_MEMORY", "make_envs", "spaces_of", "Mailbox.__init__", "Rollouts.__init__", "Normalizer",
+        "Normalizer.__init__", "Normalizer.forward", "Normalizer.update", "Agent", "Agent.__init__", "Agent.encode",
+        "Agent.forward", "Agent.update_normalizers", "sample_actions", "evaluate_actions", "Batch.actions",
+        "appo_loss", "WorkerEnvs.step", "Inference.act", "Learner.gather", "Learner.update", "evaluate", "train",
+    },
     "appo_pbt_doom.py": {
         "Args.env_id", "Args.total_timesteps", "Args.device", "Args.evaluate", "Args.eval_episodes",
         "Args.num_workers", "Args.inference_threads", "Args.learner_threads", "Args.batch_size", "Args.__post_init__",
@@ -42,7 +52,7 @@ DIFFERS = {
         "parse_args", "Reporter", "Reporter.__init__", "Reporter.update", "learn", "train", "main",
     },
 }  # fmt: skip
-BASE = dict.fromkeys(DIFFERS, "appo_doom.py") | {"appo_atari_replay.py": "appo_atari.py"}
+BASE = dict.fromkeys(DIFFERS, "appo_doom.py") | dict.fromkeys(("appo_atari_replay.py", "appo_mujoco.py"), "appo_atari.py")
 # What the base has and a variant has not: names that begin with one of these.
 WITHOUT = {
     "appo_atari.py": (
@@ -54,6 +64,11 @@ WITHOUT = {
     "appo_dmlab.py": (
         "Args.cfg_path", "Args.__post_init__", "SCREEN", "VARIABLES", "SETTINGS", "Scenario", "TURN, WALK, STRAFE",
         "ARENA", "BATTLE", "GATHER", "DEFEND", "SCENARIOS", "find_wad", "launcher", "unlink_shared_memory", "DoomEnv",
+    ),
+    "appo_mujoco.py": (
+        "Args.episodic_life", "Args.noop_max", "Args.fire_reset", "Args.sticky_actions", "Args.full_action_space", "Args.machado",
+        "Args.precision", "Args.exploration_loss", "Args.encoder", "ENGINE, TICKS_PER_SECOND", "MACHADO", "AtariEnvs", "heads_of",
+        "Spaces.heads", "Residual",
     ),
     "appo_pbt_doom.py": (
         "SESSION, FIXED", "join_ranks", "rank_of", "sum_over_ranks", "from_first_rank", "DoomEnv.setup",
@@ -82,6 +97,10 @@ ONLY = {
         "human_normalized", "lab_module", "make_lab", "check_level", "cache_folder", "engines_folder", "words_of",
         "prepare_process", "LevelCache", "LabEnv", "MapEnv", "Residual", "PopArt", "Agent.read", "Reporter.scores",
         "fill_level_cache",
+    ),
+    "appo_mujoco.py": (
+        "Args.kl_loss_coef", "Args.normalize_returns", "Args.adaptive_stddev", "Args.initial_stddev", "ENGINE", "TASKS", "spec_of",
+        "MujocoEnvs", "drawn_envs", "Spaces.action", "PopArt", "kl_divergence", "Batch.gaussians",
     ),
     "appo_pbt_doom.py": (
         "Args.scenario_dir", "Args.opponents", "Args.eval_policies", "Args.num_policies", "Args.policy_settings",

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 VARIANTS = sorted(path.stem for path in Path(__file__).parent.parent.glob("appo_*.py"))
+# The policy of the others is discrete; what a Gaussian one is tested for is in test_mujoco.py
+DISCRETE = pytest.mark.parametrize("appo", [name for name in VARIANTS if name != "appo_mujoco"], indirect=True)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -123,11 +125,15 @@ def make_spaces(appo, heads, args, vector=3):
     if hasattr(appo, "LabEnv"):
         return appo.Spaces(appo.by_name(appo.LabEnv(args, 0).observation_space), heads)
     box = gym.spaces.Box
+    if hasattr(appo, "MujocoEnvs"):
+        vectors = {name: box(-np.inf, np.inf, (n,), np.float32) for name, n in dict(obs=5, vector=vector).items()}
+        return appo.Spaces(vectors, box(-1.0, 1.0, (len(heads),), np.float32))
     return appo.Spaces(dict(obs=box(0, 255, (72, 128, 3), np.uint8), vector=box(-np.inf, np.inf, (vector,), np.float32)), heads)
 
 
 def make_agent(appo, heads=(3, 4), **settings):
-    args = appo.Args(hidden_size=32, precision="float32", **settings)
+    own = dict(num_epochs=1, num_batches_per_epoch=1) if hasattr(appo, "MujocoEnvs") else dict(precision="float32")
+    args = appo.Args(hidden_size=32, **own | settings)
     torch.manual_seed(0)
     agent = appo.Agent(make_spaces(appo, heads, args), args)
     agent.spaces = make_spaces(appo, heads, args)
@@ -150,14 +156,19 @@ def make_batch(appo, agent, T=6, B=4, mask=None, seed=1):
     generator = torch.Generator().manual_seed(seed)
     first = torch.rand(T + 1, B, generator=generator) < 0.25
     mask = ~first[1:] if mask is None else mask
-    heads = [torch.randint(n, (T, B), generator=generator) for n in agent.heads]
+    if hasattr(agent, "heads"):
+        actions = torch.stack([torch.randint(n, (T, B), generator=generator) for n in agent.heads], -1)
+    else:
+        actions = torch.randn(T, B, *agent.spaces.action.shape, generator=generator)
     more = {name: torch.zeros(T, B, dtype=torch.bool) for name in ("inactive", "replayed") if name in appo.Batch._fields}
     if "logits" in appo.Batch._fields:
         more["logits"] = torch.randn(T, B, sum(agent.heads), generator=generator)
+    if "gaussians" in appo.Batch._fields:
+        more["gaussians"] = torch.randn(T, B, 2 * actions.shape[-1], generator=generator)
     return appo.Batch(
         obs=observations(agent.spaces, T + 1, B, generator=generator), first=first,
         rnn_state=torch.randn(B, agent.state_size, generator=generator),
-        actions=torch.stack(heads, -1), logprobs=torch.randn(T, B, generator=generator) - 2, values=torch.randn(T, B, generator=generator),
+        actions=actions, logprobs=torch.randn(T, B, generator=generator) - 2, values=torch.randn(T, B, generator=generator),
         rewards=torch.randn(T, B, generator=generator), terminated=torch.rand(T, B, generator=generator) < 0.1, mask=mask,
         restarts=[0] + [t for t in range(1, T + 1) if first[t].any()], **more,
     )  # fmt: skip
@@ -172,6 +183,7 @@ def learner_of(appo, args, agent):
     return appo.Learner(args, agent, inference, torch.device("cpu"))
 
 
+@DISCRETE
 @pytest.mark.parametrize("exploration", ["entropy", "symmetric_kl"])
 def test_loss_against_numpy(appo, exploration):
     args, agent = make_agent(appo, exploration_loss=exploration, ent_coef=0.1, vtrace_rho=1.4, vtrace_c=0.7, vtrace_lambda=0.8, clip_coef=0.3,
@@ -320,17 +332,19 @@ def test_the_learning_rate_falls_to_0(appo):
 
 def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
     rng = np.random.default_rng(0)
-    norm, chunks = appo.Normalizer((5,), 255.0), [rng.integers(0, 256, (n, 5)).astype(np.uint8) for n in (7, 1, 30)]
+    unit = 1.0 if hasattr(appo, "MujocoEnvs") else 255.0
+    norm = appo.Normalizer((5,)) if unit == 1.0 else appo.Normalizer((5,), unit)
+    chunks = [rng.integers(0, 256, (n, 5)).astype(np.float32 if unit == 1.0 else np.uint8) for n in (7, 1, 30)]
     valid = [np.ones(7, bool), np.ones(1, bool), rng.random(30) < 0.5]
     x = torch.from_numpy(chunks[0])
-    torch.testing.assert_close(norm(x), x / 255.0, msg="before its first samples it only scales")
+    torch.testing.assert_close(norm(x), (x / unit).clamp(-5, 5), msg="before its first samples it only scales")
     for chunk, mask in zip(chunks, valid):
         norm.update(torch.from_numpy(chunk), torch.from_numpy(mask))
     norm.update(torch.from_numpy(chunks[0]), torch.zeros(7, dtype=torch.bool))  # nothing valid: nothing changes
-    data = np.concatenate([chunk[mask] for chunk, mask in zip(chunks, valid)]) / 255.0
+    data = np.concatenate([chunk[mask] for chunk, mask in zip(chunks, valid)]) / unit
     np.testing.assert_allclose(norm.mean, data.mean(0), rtol=1e-5)
     np.testing.assert_allclose(norm.var, data.var(0), rtol=1e-4)
-    expected = np.clip((chunks[2] / 255.0 - data.mean(0)) / np.sqrt(data.var(0) + 1e-5), -5, 5)
+    expected = np.clip((chunks[2] / unit - data.mean(0)) / np.sqrt(data.var(0) + 1e-5), -5, 5)
     np.testing.assert_allclose(norm(torch.from_numpy(chunks[2])), expected, rtol=1e-3, atol=1e-4)
 
 
@@ -385,6 +399,7 @@ def test_every_thread_has_its_own_number_of_cpu_threads(appo):
         torch.set_num_threads(before)
 
 
+@DISCRETE
 def test_sampling_follows_the_policy(appo):
     torch.manual_seed(0)
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.0]]).repeat(40_000, 1)
@@ -397,6 +412,7 @@ def test_sampling_follows_the_policy(appo):
     assert best.tolist() == [[0, 0]]
 
 
+@DISCRETE
 @pytest.mark.parametrize("precision, bound", [("float32", 1e-4), ("bfloat16", 0.02)])
 def test_log_ratio_at_lag_zero(appo, precision, bound):
     """Acting network and learning network of one version: their numerical difference must not look like off-policy data."""
@@ -422,6 +438,7 @@ def test_log_ratio_at_lag_zero(appo, precision, bound):
     assert (pi - mu).std() < bound
 
 
+@DISCRETE
 def test_actions_that_are_masked_out(appo):
     """A logit of -inf: never drawn, and entropy, symmetric KL and gradients are those of the other actions alone."""
     full, heads = torch.randn(50, 7, requires_grad=True), (4, 3)

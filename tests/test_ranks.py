@@ -20,7 +20,7 @@ from edited import COUNTING, REPORTS, ROOT, edited, with_envs
 from test_algorithm import learner_of, make_agent, make_batch
 from test_command_line import scalars
 
-VARIANTS = ("appo_doom", "appo_atari", "appo_atari_replay", "appo_dmlab")
+VARIANTS = ("appo_doom", "appo_atari", "appo_atari_replay", "appo_dmlab", "appo_mujoco")
 
 
 def columns(batch, rows: slice):
@@ -114,10 +114,11 @@ def learn_in_parts(name: str, rows: slice, order=range(4)) -> dict:
     return dict(weights=agent.state_dict(), metrics=metrics, counts=(learner.global_step, learner.version, learner.skipped))
 
 
-def test_the_parts_of_an_iteration_are_the_unions_of_the_ranks_parts(tmp_path):
-    mp.spawn(one_rank, (learn_in_parts, "appo_doom", str(tmp_path), [slice(0, 4), slice(4, 8)]), nprocs=2)
+@pytest.mark.parametrize("name", ["appo_doom", "appo_mujoco"])
+def test_the_parts_of_an_iteration_are_the_unions_of_the_ranks_parts(name, tmp_path):
+    mp.spawn(one_rank, (learn_in_parts, name, str(tmp_path), [slice(0, 4), slice(4, 8)]), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    one = learn_in_parts("appo_doom", slice(0, 8), [0, 1, 4, 5, 2, 3, 6, 7])
+    one = learn_in_parts(name, slice(0, 8), [0, 1, 4, 5, 2, 3, 6, 7])
     assert one["counts"][1:] == (8, 2) and one["metrics"][0]["charts/learning_rate"] > one["metrics"][1]["charts/learning_rate"]
     for rank in ranks:
         assert all(torch.equal(x, ranks[0]["weights"][key]) for key, x in rank["weights"].items())

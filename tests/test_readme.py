@@ -17,6 +17,7 @@ import appo_atari
 import appo_atari_replay
 import appo_dmlab
 import appo_doom
+import appo_mujoco
 import appo_pbt_doom
 import dummy_sampler
 from edited import ROOT, edited
@@ -30,8 +31,8 @@ README, MEASUREMENTS = (ROOT / "README.md").read_text(), (ROOT / "benchmark" / "
 TEXTS = {"README.md": README, "benchmark/README.md": MEASUREMENTS}
 FLAGS = {"help", "logdir", "no-deps", "shm-size"} | {
     prefix + field.name.replace("_", "-")
-    for options in (appo_doom.Args, appo_atari.Args, appo_atari_replay.Args, appo_dmlab.Args, appo_pbt_doom.Args, dummy_sampler.Options,
-                    animation.Options, seeds.Options)
+    for options in (appo_doom.Args, appo_atari.Args, appo_atari_replay.Args, appo_dmlab.Args, appo_mujoco.Args, appo_pbt_doom.Args,
+                    dummy_sampler.Options, animation.Options, seeds.Options)
     for field in fields(options)
     for prefix in (("", "no-") if field.type is bool else ("",))
 }

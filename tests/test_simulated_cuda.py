@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from edited import ROOT, edited
 
-VARIANTS = ("appo_doom.py", "appo_atari.py", "appo_atari_replay.py", "appo_dmlab.py", "appo_pbt_doom.py")
+VARIANTS = ("appo_doom.py", "appo_atari.py", "appo_atari_replay.py", "appo_dmlab.py", "appo_mujoco.py", "appo_pbt_doom.py")
 IMAGE = (44, 44, 3)
 SIZES = dict(num_workers=4, num_envs_per_worker=4, worker_num_splits=2, num_epochs=2, inference_threads=1, learner_threads=1)
 GROUPS, ROWS = 8, 2  # of these sizes: groups, and rows in each
@@ -214,10 +214,12 @@ def order(appo, ahead: int, until_report: bool) -> None:
 
 
 def make_spaces(appo, vector: int, heads: tuple[int, ...]):
-    """An image, and a vector of that length or none; in Lab's file what its network sees."""
+    """An image, and a vector of that length or none; in other files what their networks see."""
     Box = appo.gym.spaces.Box
+    if hasattr(appo, "MujocoEnvs"):
+        return appo.Spaces(dict(vector=Box(-np.inf, np.inf, (7,), np.float32)), Box(-1.0, 1.0, (len(heads),), np.float32))
     obs = dict(obs=Box(0, 255, IMAGE, np.uint8))
-    if hasattr(appo, "PopArt"):
+    if hasattr(appo, "LabEnv"):
         obs |= dict(words=Box(0, 999, (appo.WORDS,), np.int64), task=Box(0, 0, (), np.int64))
     elif vector:
         obs["vector"] = Box(-np.inf, np.inf, (vector,), np.float32)
@@ -225,9 +227,11 @@ def make_spaces(appo, vector: int, heads: tuple[int, ...]):
 
 
 def sized(appo, **settings):
-    own = dict(num_policies=1) if hasattr(appo, "train_policy") else dict(encoder="convnet") if hasattr(appo, "PopArt") else {}
+    own = dict(num_policies=1) if hasattr(appo, "train_policy") else dict(encoder="convnet") if hasattr(appo, "LabEnv") else {}
     if hasattr(appo, "slots_kept"):
         own = dict(replay="elite", replay_rollouts=20)
+    if not hasattr(appo.Args, "precision"):
+        del settings["precision"]
     return appo.Args(**SIZES, **settings, **own)
 
 
