@@ -6,6 +6,7 @@
 #   cleanrl: a million steps of HalfCheetah with CleanRL; results/cleanrl_mujoco.csv
 #   lag: HalfCheetah with --sync, and with one and four iterations ahead, with and without the KL penalty; results/mujoco_lag.csv
 # Learning and lag, started again with the same FOLDER, go on where they were stopped. The others want a fresh FOLDER.
+# All sides have the tasks' version 4, which is the one with published numbers.
 # Machine: 2 cores without a GPU. Nothing else should run beside it.
 # Usage: [SEEDS="1 2 3"] [SF_PYTHON=.. CLEANRL_PYTHON=.. CLEANRL=.. SB3_PYTHON=..] benchmark/mujoco.sh speed|learning|cleanrl|lag [FOLDER]
 #   CLEANRL: a checkout of github.com/vwxyzjn/cleanrl (fe8d8a03 was measured); CLEANRL_PYTHON:
@@ -40,18 +41,18 @@ speed)
     for round in 1 2 3; do
         for task in HalfCheetah Ant; do
             name=${task,,}
-            ours "${name}_ours_$round" --env-id $task-v5 --train-for-seconds 45 --total-timesteps 100000000
+            ours "${name}_ours_$round" --env-id $task-v4 --train-for-seconds 45 --total-timesteps 100000000
             mkdir "$out/${name}_bare_$round"
-            python dummy_sampler.py --family mujoco --env-id $task-v5 --warm-up 3 --window 4 --windows 3 --out "$out/${name}_bare_$round/rate.json"
+            python dummy_sampler.py --family mujoco --env-id $task-v4 --warm-up 3 --window 4 --windows 3 --out "$out/${name}_bare_$round/rate.json"
             SF_PYTHON=$SF_PYTHON benchmark/sample_factory.sh 65 mujoco_$name "$round" "$out/${name}_sf_$round"
             cleanrl "${name}_cleanrl_$round" $task-v4 "$round" 81920
             mkdir "$out/${name}_sb3_$round"
-            "$SB3_PYTHON" benchmark/stable_baselines3_mujoco.py "$out/${name}_sb3_$round" $task-v5 "$round" 131072
+            "$SB3_PYTHON" benchmark/stable_baselines3_mujoco.py "$out/${name}_sb3_$round" $task-v4 "$round" 131072
         done
     done
     python benchmark/collect.py steps benchmark/results/peers_mujoco.json "$out"/*_{ours,bare,sf,cleanrl,sb3}_? ;;
 learning)
-    train mujoco.csv --grid "env-id=HalfCheetah-v5,Hopper-v5,Walker2d-v5,Ant-v5,HumanoidStandup-v5" ;;
+    train mujoco.csv --grid "env-id=HalfCheetah-v4,Hopper-v4,Walker2d-v4,Ant-v4,HumanoidStandup-v4" ;;
 lag)
     train mujoco_lag.csv --grid "kl-loss-coef=0.1,kl-loss-coef=0" --settings "sync" "max-batches-ahead=1" "max-batches-ahead=4" ;;
 cleanrl)

@@ -307,8 +307,8 @@ def replay_table() -> str:
 
 # CleanRL's documentation: ppo_continuous_action.py on MuJoCo v4, mean and deviation over seeds. After a million steps; Ant and
 # HumanoidStandup after 8 million (its page of RPO)
-CLEANRL_MUJOCO = {"HalfCheetah-v5": (1443, 46, 1), "Walker2d-v5": (2288, 572, 1), "Hopper-v5": (2383, 272, 1), "Ant-v5": (1824, 906, 8),
-                  "HumanoidStandup-v5": (109326, 16162, 8)}  # fmt: skip
+CLEANRL_MUJOCO = {"HalfCheetah-v4": (1443, 46, 1), "Walker2d-v4": (2288, 572, 1), "Hopper-v4": (2383, 272, 1), "Ant-v4": (1824, 906, 8),
+                  "HumanoidStandup-v4": (109326, 16162, 8)}  # fmt: skip
 
 
 def mujoco_table() -> str:
@@ -545,11 +545,11 @@ def mujoco(plt) -> None:
         mean, deviation, millions = CLEANRL_MUJOCO[task]
         if millions == 1:
             axis.errorbar(1, mean, deviation, fmt="o", color=STYLE["cleanrl"][1], markersize=4, capsize=3, label=STYLE["cleanrl"][0])
-        if task == "HalfCheetah-v5":
+        if task == "HalfCheetah-v4":
             ((points,),) = read_curves("cleanrl_mujoco.csv").values()
             axis.plot([step / 1e6 for _, step, _ in points], [value for *_, value in points], STYLE["cleanrl"][2],
                       color=STYLE["cleanrl"][1], linewidth=1, label="CleanRL, a run here")  # fmt: skip
-        axis.set_title(task.removesuffix("-v5"), fontsize=9)
+        axis.set_title(task.removesuffix("-v4"), fontsize=9)
         axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=6)
