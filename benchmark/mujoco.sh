@@ -2,9 +2,10 @@
 # Continuous actions: speed beside the peers, what is learned beside CleanRL, and what lag does with and without the KL penalty.
 #   speed: steps/s of HalfCheetah and Ant in alternation, three rounds: ours, the bare loop (dummy_sampler.py), Sample Factory's MuJoCo recipe
 #       with two workers, CleanRL's ppo_continuous_action.py, Stable-Baselines3's PPO with eight environments; results/peers_mujoco.json
-#   learning: three million steps of five tasks; results/mujoco.csv
+#   learning: three million steps of five tasks, and runs of one million, whose learning rate falls to 0 sooner; results/mujoco.csv
 #   cleanrl: a million steps of HalfCheetah with CleanRL; results/cleanrl_mujoco.csv
-#   lag: HalfCheetah with --sync, and with one and four iterations ahead, with and without the KL penalty; results/mujoco_lag.csv
+#   lag: a million steps of HalfCheetah with --sync, and with one and four iterations ahead, with and without the KL penalty;
+#       results/mujoco_lag.csv
 # Learning and lag, started again with the same FOLDER, go on where they were stopped. The others want a fresh FOLDER.
 # All sides have the tasks' version 4, which is the one with published numbers.
 # Machine: 2 cores without a GPU. Nothing else should run beside it.
@@ -22,9 +23,9 @@ for python in SF_PYTHON CLEANRL_PYTHON SB3_PYTHON; do
 done
 [ -z "${CLEANRL:-}" ] || CLEANRL=$(realpath "$CLEANRL")
 cd "$here/.."
-train() {  # CSV flags of seeds.py
-    # shellcheck disable=SC2086  # the seeds are words
-    python benchmark/seeds.py --seeds ${SEEDS:-1 2 3} --folder "$out" --out "$out/$1" "${@:2}" -- python appo_mujoco.py
+train() {  # CSV "flags" flags of seeds.py
+    # shellcheck disable=SC2086  # the seeds are words, and so are the flags
+    python benchmark/seeds.py --seeds ${SEEDS:-1 2 3} --folder "$out" --out "$out/$1" "${@:3}" -- python appo_mujoco.py $2
     cp "$out/$1" benchmark/results
 }
 ours() {  # NAME flags
@@ -52,9 +53,10 @@ speed)
     done
     python benchmark/collect.py steps benchmark/results/peers_mujoco.json "$out"/*_{ours,bare,sf,cleanrl,sb3}_? ;;
 learning)
-    train mujoco.csv --grid "env-id=HalfCheetah-v4,Hopper-v4,Walker2d-v4,Ant-v4,HumanoidStandup-v4" ;;
+    train mujoco.csv "" --grid "env-id=HalfCheetah-v4,Hopper-v4,Walker2d-v4,Ant-v4,HumanoidStandup-v4" --settings "" "total-timesteps=1000000" ;;
 lag)
-    train mujoco_lag.csv --grid "kl-loss-coef=0.1,kl-loss-coef=0" --settings "sync" "max-batches-ahead=1" "max-batches-ahead=4" ;;
+    train mujoco_lag.csv "--env-id HalfCheetah-v4 --total-timesteps 1000000" --grid "kl-loss-coef=0.1,kl-loss-coef=0" \
+        --settings sync max-batches-ahead=1 max-batches-ahead=4 ;;
 cleanrl)
     mkdir -p "${out%/*}" && mkdir "$out"
     cleanrl "cleanrl_1" HalfCheetah-v4 1 1000000

@@ -305,25 +305,59 @@ def replay_table() -> str:
     return table(["", "replay", "seeds", *columns], rows)
 
 
-# CleanRL's documentation: ppo_continuous_action.py on MuJoCo v4, mean and deviation over seeds. After a million steps; Ant and
-# HumanoidStandup after 8 million (its page of RPO)
+# CleanRL's documentation: ppo_continuous_action.py on MuJoCo v4, mean and deviation over seeds, and after how many million steps; the last
+# two are from its page of RPO
 CLEANRL_MUJOCO = {"HalfCheetah-v4": (1443, 46, 1), "Walker2d-v4": (2288, 572, 1), "Hopper-v4": (2383, 272, 1), "Ant-v4": (1824, 906, 8),
                   "HumanoidStandup-v4": (109326, 16162, 8)}  # fmt: skip
 
 
 def mujoco_table() -> str:
-    rows = []
-    for setting, seeds in read_settings(RESULTS / "mujoco.csv").items():
-        task = setting.removeprefix("env-id=")
+    """The ends of the runs of one and of three million steps."""
+    runs, rows = read_settings(RESULTS / "mujoco.csv"), []
+    for task, (mean, deviation, millions) in CLEANRL_MUJOCO.items():
         rows.append([f"`{task}`"])
-        for steps in (1e6, 3e6):
-            values = [np.interp(steps, points[:, 1], points[:, 2]) for points in seeds.values()]
-            minutes = [np.interp(steps, points[:, 1], points[:, 0]) / 60 for points in seeds.values()]
-            rows[-1] += [f"**{np.mean(values):,.0f}** ({min(values):,.0f} to {max(values):,.0f})", f"{statistics.median(minutes):.1f}"]
-        mean, deviation, millions = CLEANRL_MUJOCO[task]
+        for length, setting in ((1e6, f"total-timesteps=1000000 env-id={task}"), (3e6, f"env-id={task}")):
+            found = list(runs.get(setting, {}).values())
+            values = [np.interp(length, points[:, 1], points[:, 2]) for points in found]
+            minutes = [points[-1, 0] / 60 for points in found]
+            rows[-1] += [spread(values), f"{statistics.median(minutes):.1f}"] if found else ["", ""]
         rows[-1].append(f"{mean:,} ± {deviation:,} ({millions} million)")
-    columns = ("return after 1 million steps", "minutes", "after 3 million", "minutes", "CleanRL, published (steps)")
+    columns = ("a million steps", "minutes", "three million", "minutes", "CleanRL, published (steps)")
     return table(["", *columns], rows)
+
+
+def spread(values: list[float]) -> str:
+    """Their mean, and where there are several the range and how many."""
+    more = f" ({min(values):,.0f} to {max(values):,.0f}; {len(values)})" if len(values) > 1 else ""
+    return f"**{np.mean(values):,.0f}**{more}"
+
+
+def mujoco_settings_table() -> str:
+    """The return after a million steps with each setting."""
+    found = defaultdict(dict)
+    for setting, ((_, points),) in ((setting, seeds.items()) for setting, seeds in read_settings(RESULTS / "seeds_mujoco.csv").items()):
+        *flags, task = setting.split()
+        found[" ".join(flags)][task.removeprefix("env-id=")] = points
+    tasks = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
+    rows = [[f"`{setting}`" if setting else "default", *(f"{np.interp(1e6, *runs[task].T[1:]):,.0f}" if task in runs else "" for task in tasks),
+             f"{runs[tasks[0]][-1, 0] / 60:.1f}"] for setting, runs in found.items()]  # fmt: skip
+    return table(["setting", *(f"`{task}`" for task in tasks), f"minutes, `{tasks[0]}`"], rows)
+
+
+def mujoco_lag_table() -> str:
+    """Lag and return of each setting: means over its seeds, with their range."""
+    lags = defaultdict(list)
+    for line in open(RESULTS / "mujoco_lag.csv"):
+        if line.startswith("#"):
+            run = json.loads(line[1:])
+        elif (setting := line.split(",")[0]) != "setting" and run:
+            lags[setting].append(run["lag"])
+            run = None
+    rows = []
+    for setting, seeds in read_settings(RESULTS / "mujoco_lag.csv").items():
+        values = [np.interp(1e6, *points.T[1:]) for points in seeds.values()]
+        rows.append([f"`{setting}`", f"{statistics.mean(lags[setting]):.1f}", spread(values)])
+    return table(["setting", "mean lag, versions", "return after a million steps"], rows)
 
 
 def null_table() -> str:
@@ -369,7 +403,8 @@ def settings_table(env_id: str, *goals: float, steps: float = np.inf) -> str:
 TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, ranks=ranks_table, half_hour=half_hour_table,
               ranks_learning=ranks_learning_table,
               peers_dmlab=partial(peers_table, "peers_dmlab"), peers_pufferlib=partial(peers_table, "peers_pufferlib"),
-              recipe=recipe_table,
+              recipe=recipe_table, mujoco=mujoco_table, mujoco_settings=mujoco_settings_table, mujoco_lag=mujoco_lag_table,
+              peers_mujoco=partial(peers_table, "peers_mujoco", "steps"),
               replay=replay_table, replay_speed=replay_speed_table, replay_parts=replay_parts_table,
               settings_replay=partial(settings_table, "replay", 15, 25, steps=760_000),
               throughput=throughput_table, parts=parts_table, null=null_table, policies=policies_table, self_play=self_play_table,
@@ -532,29 +567,33 @@ def replay(plt) -> None:
 
 
 def mujoco(plt) -> None:
-    """A panel for each task: the seeds and their mean; CleanRL's published numbers, and its one run here."""
-    found = read_settings(RESULTS / "mujoco.csv")
-    figure, axes = plt.subplots(1, len(found), figsize=(9, 2.6), squeeze=False, layout="constrained")
-    for axis, (setting, seeds) in zip(axes.flat, found.items()):
-        task = setting.removeprefix("env-id=")
-        grid = np.linspace(max(points[0, 1] for points in seeds.values()), min(points[-1, 1] for points in seeds.values()), 200)
-        values = [np.interp(grid, points[:, 1], points[:, 2]) for points in seeds.values()]
-        for value in values:
-            axis.plot(grid / 1e6, value, color=STYLE["ours"][1], alpha=0.35, linewidth=0.8)
-        axis.plot(grid / 1e6, np.mean(values, axis=0), color=STYLE["ours"][1], linewidth=1.8, label="ours, three seeds")
-        mean, deviation, millions = CLEANRL_MUJOCO[task]
+    """Each task over steps and, below it, over minutes: runs of three and of one million steps, the mean of their seeds. CleanRL's published
+    numbers, and its one run here."""
+    runs = read_settings(RESULTS / "mujoco.csv")
+    figure, axes = plt.subplots(2, len(CLEANRL_MUJOCO), figsize=(11, 4.6), squeeze=False, layout="constrained")
+    for (task, (mean, deviation, millions)), column in zip(CLEANRL_MUJOCO.items(), axes.T):
+        for axis, x, scale in ((column[0], 1, 1e-6), (column[1], 0, 1 / 60)):
+            for setting, line, name in ((f"env-id={task}", "-", "ours"), (f"total-timesteps=1000000 env-id={task}", ":", "ours, one million")):
+                if seeds := runs.get(setting):
+                    grid = np.linspace(max(points[0, x] for points in seeds.values()), min(points[-1, x] for points in seeds.values()), 200)
+                    values = [np.interp(grid, points[:, x], points[:, 2]) for points in seeds.values()]
+                    for value in values:
+                        axis.plot(grid * scale, value, line, color=STYLE["ours"][1], alpha=0.35, linewidth=0.8)
+                    axis.plot(grid * scale, np.mean(values, axis=0), line, color=STYLE["ours"][1], linewidth=1.8, label=name)
+            if task == "HalfCheetah-v4" and (RESULTS / "cleanrl_mujoco.csv").exists():
+                ((points,),) = read_curves("cleanrl_mujoco.csv").values()
+                axis.plot([point[x] * scale for point in points], [point[2] for point in points], color=STYLE["cleanrl"][1], linewidth=1.2,
+                          label="CleanRL, a run here")  # fmt: skip
+            axis.tick_params(labelsize=7)
+            axis.grid(alpha=0.3)
         if millions == 1:
-            axis.errorbar(1, mean, deviation, fmt="o", color=STYLE["cleanrl"][1], markersize=4, capsize=3, label=STYLE["cleanrl"][0])
-        if task == "HalfCheetah-v4":
-            ((points,),) = read_curves("cleanrl_mujoco.csv").values()
-            axis.plot([step / 1e6 for _, step, _ in points], [value for *_, value in points], STYLE["cleanrl"][2],
-                      color=STYLE["cleanrl"][1], linewidth=1, label="CleanRL, a run here")  # fmt: skip
-        axis.set_title(task.removesuffix("-v4"), fontsize=9)
-        axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.3)
+            column[0].errorbar(1, mean, deviation, fmt="o", color=STYLE["cleanrl"][1], markersize=4, capsize=3, label="CleanRL, published")
+        column[0].set_title(task, fontsize=9)
+        column[0].set_xlabel("million steps", fontsize=8)
+        column[1].set_xlabel("minutes", fontsize=8)
     axes[0, 0].legend(fontsize=6)
-    figure.supxlabel("million steps", fontsize=8)
-    figure.suptitle(f"mean raw return of the last 100 episodes; {machine_of('mujoco.csv')}", fontsize=10)
+    figure.supylabel("mean raw return, last 100 episodes", fontsize=8)
+    figure.suptitle(f"thin: seeds, thick: their mean; {machine_of('mujoco.csv')}", fontsize=10)
     figure.savefig(RESULTS / "mujoco.png", dpi=130)
 
 
@@ -691,6 +730,7 @@ def main() -> None:
     seeds(plt)
     panels(plt)
     replay(plt)
+    mujoco(plt)
     curves(plt, "basic, three seeds each", 75, "learning_basic.png", "learning_basic.csv")
     curves(plt, "battle", 10, "learning_battle.png", "learning_battle.csv")
     battle(plt)
