@@ -11,9 +11,9 @@
 # Machine: 2 cores without a GPU. Nothing else should run beside it.
 # Usage: [SEEDS="1 2 3"] [SF_PYTHON=.. CLEANRL_PYTHON=.. CLEANRL=.. SB3_PYTHON=..] benchmark/mujoco.sh speed|learning|cleanrl|lag [FOLDER]
 #   CLEANRL: a checkout of github.com/vwxyzjn/cleanrl (fe8d8a03 was measured); CLEANRL_PYTHON:
-#     python -m venv .venv-cleanrl-mujoco && .venv-cleanrl-mujoco/bin/pip install torch==2.13.0 gymnasium==0.29.1 mujoco==2.3.3 'numpy<2' tyro tensorboard 'setuptools<81'
-#   SF_PYTHON: python -m venv .venv-sf-mujoco && .venv-sf-mujoco/bin/pip install torch==2.13.0 sample-factory==2.1.1 gymnasium==0.29.1 mujoco==2.3.3 'numpy<2'
-#   SB3_PYTHON: python -m venv .venv-sb3-mujoco && .venv-sb3-mujoco/bin/pip install torch==2.13.0 'stable-baselines3==2.9.2' tensorboard mujoco
+#     python -m venv .venv-cleanrl-mujoco && .venv-cleanrl-mujoco/bin/pip install torch==2.13.0 gymnasium==0.29.1 mujoco==2.3.3 imageio 'numpy<2' tyro tensorboard 'setuptools<81'
+#   SF_PYTHON: python -m venv .venv-sf-mujoco && .venv-sf-mujoco/bin/pip install torch==2.13.0 sample-factory==2.1.1 gymnasium==0.29.1 mujoco==2.3.3 imageio 'numpy<2'
+#   SB3_PYTHON: python -m venv .venv-sb3-mujoco && .venv-sb3-mujoco/bin/pip install torch==2.13.0 'stable-baselines3==2.9.2' tensorboard mujoco imageio
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 what=${1:?speed, learning, cleanrl or lag}
