@@ -315,6 +315,8 @@ def mujoco_table() -> str:
     """The ends of the runs of one and of three million steps."""
     runs, rows = read_settings(RESULTS / "mujoco.csv"), []
     for task, (mean, deviation, millions) in CLEANRL_MUJOCO.items():
+        if f"env-id={task}" not in runs:
+            continue
         rows.append([f"`{task}`"])
         for length, setting in ((1e6, f"total-timesteps=1000000 env-id={task}"), (3e6, f"env-id={task}")):
             found = list(runs.get(setting, {}).values())
@@ -582,8 +584,10 @@ def mujoco(plt) -> None:
     """Each task over steps and, below it, over minutes: runs of three and of one million steps, the mean of their seeds. CleanRL's published
     numbers, and its one run here."""
     runs = read_settings(RESULTS / "mujoco.csv")
-    figure, axes = plt.subplots(2, len(CLEANRL_MUJOCO), figsize=(11, 4.6), squeeze=False, layout="constrained")
-    for (task, (mean, deviation, millions)), column in zip(CLEANRL_MUJOCO.items(), axes.T):
+    tasks = [task for task in CLEANRL_MUJOCO if f"env-id={task}" in runs]
+    figure, axes = plt.subplots(2, len(tasks), figsize=(11, 4.6), squeeze=False, layout="constrained")
+    for task, column in zip(tasks, axes.T):
+        mean, deviation, millions = CLEANRL_MUJOCO[task]
         for axis, x, scale in ((column[0], 1, 1e-6), (column[1], 0, 1 / 60)):
             for setting, line, name in ((f"env-id={task}", "-", "ours"), (f"total-timesteps=1000000 env-id={task}", ":", "ours, one million")):
                 if seeds := runs.get(setting):
