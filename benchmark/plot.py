@@ -416,7 +416,7 @@ def settings_table(env_id: str, *goals: float, steps: float = np.inf) -> str:
 TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, ranks=ranks_table, half_hour=half_hour_table,
               ranks_learning=ranks_learning_table,
               peers_dmlab=partial(peers_table, "peers_dmlab"), peers_pufferlib=partial(peers_table, "peers_pufferlib"),
-              recipe=recipe_table, mujoco=mujoco_table, mujoco_settings=mujoco_settings_table, mujoco_lag=mujoco_lag_table,
+              recipe=recipe_table, mujoco=mujoco_table, mujoco_settings=mujoco_settings_table,
               mujoco_parts=mujoco_parts_table,
               peers_mujoco=partial(peers_table, "peers_mujoco", "steps"),
               replay=replay_table, replay_speed=replay_speed_table, replay_parts=replay_parts_table,
