@@ -4,8 +4,8 @@
 #       with two workers, CleanRL's ppo_continuous_action.py, Stable-Baselines3's PPO with eight environments; results/peers_mujoco.json
 #   learning: three million steps of five tasks, and runs of one million, whose learning rate falls to 0 sooner; results/mujoco.csv
 #   cleanrl: a million steps of HalfCheetah with CleanRL; results/cleanrl_mujoco.csv
-#   lag: a million steps of HalfCheetah with --sync, and with one and four iterations ahead, with and without the KL penalty;
-#       results/mujoco_lag.csv
+#   lag: half a million steps of HalfCheetah with --sync, and with one and four iterations ahead, with and without the KL penalty; with eight
+#       epochs, so that the learner is the slower side and what is ahead of it waits; results/mujoco_lag.csv
 # Learning and lag, started again with the same FOLDER, go on where they were stopped. The others want a fresh FOLDER.
 # All sides have the tasks' version 4, which is the one with published numbers.
 # Machine: 2 cores without a GPU. Nothing else should run beside it.
@@ -55,7 +55,7 @@ speed)
 learning)
     train mujoco.csv "" --grid "env-id=HalfCheetah-v4,Hopper-v4,Walker2d-v4,Ant-v4,HumanoidStandup-v4" --settings "" "total-timesteps=1000000" ;;
 lag)
-    train mujoco_lag.csv "--env-id HalfCheetah-v4 --total-timesteps 1000000" --grid "kl-loss-coef=0.1,kl-loss-coef=0" \
+    train mujoco_lag.csv "--env-id HalfCheetah-v4 --total-timesteps 500000 --num-epochs 8 --max-policy-lag 1000" --grid "kl-loss-coef=0.1,kl-loss-coef=0" \
         --settings sync max-batches-ahead=1 max-batches-ahead=4 ;;
 cleanrl)
     mkdir -p "${out%/*}" && mkdir "$out"

@@ -357,9 +357,9 @@ def mujoco_lag_table() -> str:
             run = None
     rows = []
     for setting, seeds in read_settings(RESULTS / "mujoco_lag.csv").items():
-        values = [np.interp(1e6, *points.T[1:]) for points in seeds.values()]
+        values = [np.interp(5e5, *points.T[1:]) for points in seeds.values()]
         rows.append([f"`{setting}`", f"{statistics.mean(lags[setting]):.1f}", spread(values)])
-    return table(["setting", "mean lag, versions", "return after a million steps"], rows)
+    return table(["setting", "mean lag, versions", "return after half a million steps"], rows)
 
 
 def mujoco_parts_table() -> str:
