@@ -314,18 +314,20 @@ CLEANRL_MUJOCO = {"HalfCheetah-v4": (1443, 46, 1), "Walker2d-v4": (2288, 572, 1)
 def mujoco_table() -> str:
     """The ends of the runs of one and of three million steps."""
     runs, rows = read_settings(RESULTS / "mujoco.csv"), []
+    lengths = {"a million steps": (1e6, "total-timesteps=1000000 env-id="), "three million steps": (3e6, "env-id=")}
+    lengths = {name: (steps, start) for name, (steps, start) in lengths.items() if any(setting.startswith(start) for setting in runs)}
     for task, (mean, deviation, millions) in CLEANRL_MUJOCO.items():
         if f"env-id={task}" not in runs:
             continue
         rows.append([f"`{task}`"])
-        for length, setting in ((1e6, f"total-timesteps=1000000 env-id={task}"), (3e6, f"env-id={task}")):
-            found = list(runs.get(setting, {}).values())
+        for length, start in lengths.values():
+            found = list(runs.get(start + task, {}).values())
             values = [np.interp(length, points[:, 1], points[:, 2]) for points in found]
             minutes = [points[-1, 0] / 60 for points in found]
             rows[-1] += [spread(values), f"{statistics.median(minutes):.1f}"] if found else ["", ""]
         rows[-1].append(f"{mean:,} ± {deviation:,} ({millions} million)")
-    columns = ("a million steps", "minutes", "three million", "minutes", "CleanRL, published (steps)")
-    return table(["", *columns], rows)
+    columns = [column for name in lengths for column in (name, "minutes")]
+    return table(["", *columns, "CleanRL, published (steps)"], rows)
 
 
 def spread(values: list[float]) -> str:
@@ -344,22 +346,6 @@ def mujoco_settings_table() -> str:
     rows = [[f"`{setting}`" if setting else "default", *(f"{np.interp(1e6, *runs[task].T[1:]):,.0f}" if task in runs else "" for task in tasks),
              f"{runs[tasks[0]][-1, 0] / 60:.1f}"] for setting, runs in found.items()]  # fmt: skip
     return table(["setting", *(f"`{task}`" for task in tasks), f"minutes, `{tasks[0]}`"], rows)
-
-
-def mujoco_lag_table() -> str:
-    """Lag and return of each setting: means over its seeds, with their range."""
-    lags = defaultdict(list)
-    for line in open(RESULTS / "mujoco_lag.csv"):
-        if line.startswith("#"):
-            run = json.loads(line[1:])
-        elif (setting := line.split(",")[0]) != "setting" and run:
-            lags[setting].append(run["lag"])
-            run = None
-    rows = []
-    for setting, seeds in read_settings(RESULTS / "mujoco_lag.csv").items():
-        values = [np.interp(5e5, *points.T[1:]) for points in seeds.values()]
-        rows.append([f"`{setting}`", f"{statistics.mean(lags[setting]):.1f}", spread(values)])
-    return table(["setting", "mean lag, versions", "return after half a million steps"], rows)
 
 
 def mujoco_parts_table() -> str:
@@ -611,28 +597,6 @@ def mujoco(plt) -> None:
     figure.supylabel("mean raw return, last 100 episodes", fontsize=8)
     figure.suptitle(f"thin: seeds, thick: their mean; {machine_of('mujoco.csv')}", fontsize=10)
     figure.savefig(RESULTS / "mujoco.png", dpi=130)
-
-
-def mujoco_lag(plt) -> None:
-    """A panel with the KL penalty and one without: the mean of the seeds over steps, with more and more lag."""
-    runs = read_settings(RESULTS / "mujoco_lag.csv")
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
-    for axis, coefficient in zip(axes, ("0.1", "0")):
-        for i, (setting, name) in enumerate({"sync": "--sync", "max-batches-ahead=1": "one iteration ahead (default)",
-                                             "max-batches-ahead=4": "four iterations ahead"}.items()):  # fmt: skip
-            seeds = list(runs[f"{setting} kl-loss-coef={coefficient}"].values())
-            grid = np.linspace(max(points[0, 1] for points in seeds), min(points[-1, 1] for points in seeds), 200)
-            values = [np.interp(grid, points[:, 1], points[:, 2]) for points in seeds]
-            for value in values:
-                axis.plot(grid / 1e6, value, ("-", "--", ":")[i], color=f"C{i}", alpha=0.35, linewidth=0.8)
-            axis.plot(grid / 1e6, np.mean(values, axis=0), ("-", "--", ":")[i], color=f"C{i}", linewidth=1.8, label=name)
-        axis.set_title(f"--kl-loss-coef {coefficient}", fontsize=9)
-        axis.set_xlabel("million steps")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("mean raw return, last 100 episodes")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(f"HalfCheetah-v4; thin: seeds, thick: their mean; {machine_of('mujoco_lag.csv')}", fontsize=10)
-    figure.savefig(RESULTS / "mujoco_lag.png", dpi=130)
 
 
 def combinations(plt, curves: dict[str, dict[int, np.ndarray]], out: Path) -> None:
