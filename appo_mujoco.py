@@ -122,7 +122,7 @@ class Args:
     num_workers: int | None = None
     """actor processes (under torchrun: of each rank). Default: the cores this process may use. 0: one actor, a thread
     of this process, to debug (implies sync)"""
-    num_envs_per_worker: int = 16  # environments per worker
+    num_envs_per_worker: int = 32  # environments per worker
     worker_num_splits: int | None = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
     with CUDA and an even number of environments, else 1 (on a CPU the network uses the core of who waits)"""
@@ -136,7 +136,7 @@ class Args:
     learner_threads: int | None = None  # CPU threads of the learner (of each rank). Default: by the number of cores
 
     # --- algorithm
-    rollout: int = 64  # steps per rollout (T)
+    rollout: int = 32  # steps per rollout (T)
     batch_size: int | None = None
     """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near
     rows * rollout / 4 / num_batches_per_epoch, from 512 to 8192; with sync an epoch's are rows * rollout together"""
@@ -145,7 +145,7 @@ class Args:
     num_epochs: int = 4  # passes over what was collected; with --sync the ratio is 1 in the first step: no clipping
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
-    learning_rate: float = 3e-3  # of Adam
+    learning_rate: float = 2e-3  # of Adam
     anneal_lr: bool = True  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)

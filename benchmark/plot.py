@@ -337,15 +337,19 @@ def spread(values: list[float]) -> str:
 
 
 def mujoco_settings_table() -> str:
-    """The return after a million steps with each setting."""
+    """The return after a million steps with each setting: means over its seeds, with their range."""
     found = defaultdict(dict)
-    for setting, ((_, points),) in ((setting, seeds.items()) for setting, seeds in read_settings(RESULTS / "seeds_mujoco.csv").items()):
-        *flags, task = setting.split()
-        found[" ".join(flags)][task.removeprefix("env-id=")] = points
+    for setting, seeds in read_settings(RESULTS / "seeds_mujoco.csv").items():
+        flags = dict(flag.partition("=")[::2] for flag in setting.split())
+        task, *columns = (flags.pop(name) for name in ("env-id", "num-envs-per-worker", "rollout", "batch-size", "num-epochs", "learning-rate"))
+        other = " ".join(f"--{flag} {value}".strip() for flag, value in flags.items())
+        found[*columns, f"`{other}`" if other else ""][task] = list(seeds.values())
     tasks = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
-    rows = [[f"`{setting}`" if setting else "default", *(f"{np.interp(1e6, *runs[task].T[1:]):,.0f}" if task in runs else "" for task in tasks),
-             f"{runs[tasks[0]][-1, 0] / 60:.1f}"] for setting, runs in found.items()]  # fmt: skip
-    return table(["setting", *(f"`{task}`" for task in tasks), f"minutes, `{tasks[0]}`"], rows)
+    rows = [[*columns, *(spread([np.interp(1e6, *points.T[1:]) for points in runs[task]]) if task in runs else "" for task in tasks),
+             f"{statistics.median(points[-1, 0] for points in runs[tasks[0]]) / 60:.1f}" if tasks[0] in runs else ""]
+            for columns, runs in found.items()]  # fmt: skip
+    return table(["games a worker", "rollout", "batch", "epochs", "learning rate", "other", *(f"`{task}`" for task in tasks),
+                  f"minutes, `{tasks[0]}`"], rows)  # fmt: skip
 
 
 def mujoco_parts_table() -> str:
