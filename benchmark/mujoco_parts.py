@@ -4,12 +4,15 @@
 
 `pool.step` is EnvPool's, with one thread; `WorkerEnvs.step` is that and all else that an actor does for a step. `act` is one batch of
 inference, `gather` copies an iteration out of the rollouts, `learn` is an optimiser step, and `vtrace` its part in it: one thread each, all
-with so many environments or samples. Medians of rounds in which each is done once. Machine: takes a minute; nothing else may run beside it.
+with so many environments or samples. Medians of rounds in which each is done once. `act` and `learn` with (both) run in two threads at the
+same time, without actors, as the inference thread and the learner do; of these two the CPU time is given, too. Machine: takes two minutes;
+nothing else may run beside it.
 """
 
 import json
 import statistics
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,7 @@ from collect import machine_and_engines  # noqa: E402
 import appo_mujoco as appo  # noqa: E402
 
 ENVIRONMENTS, BATCHES = (8, 16, 32, 64, 128), (256, 512, 1024, 2048)
+BOTH = 32, 512  # environments and samples of the two threads; the defaults
 
 
 @dataclass
@@ -32,6 +36,36 @@ class Options:
     tasks: tuple[str, ...] = ("HalfCheetah-v5", "Ant-v5")
     rounds: int = 60
     device: str = "cpu"
+
+
+def together(inference, learner, iteration, seconds: float = 5.0) -> dict[str, float]:
+    """Acts and learns in two threads at once: microseconds of each a sample, by the clock and of a core."""
+    over, found = threading.Event(), {}
+
+    def act() -> None:
+        inference.t[0] = 1
+        inference.act([0])
+
+    def repeat(name: str, samples: int, function) -> None:
+        torch.get_num_threads()  # else the first operation takes over the number that another thread set last
+        torch.set_num_threads(1)
+        with torch.inference_mode(name == "act"):
+            n, wall, cpu = 0, time.perf_counter(), time.thread_time()
+            while not over.is_set():
+                function()
+                n += samples
+            wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        found[f"{name} (both) {samples}"], found[f"{name} (both), CPU time {samples}"] = 1e6 * wall / n, 1e6 * cpu / n
+
+    threads = [threading.Thread(target=repeat, args=("act", BOTH[0], act)),
+               threading.Thread(target=repeat, args=("learn", BOTH[1], lambda: learner.update(iteration)))]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    over.set()
+    for thread in threads:
+        thread.join()
+    return found
 
 
 def main() -> None:
@@ -87,10 +121,14 @@ def main() -> None:
                 ones = torch.ones_like(iteration.rewards)
                 values = torch.zeros(len(ones) + 1, ones.shape[1], device=device)
                 timed(f"{task}: vtrace", samples, appo.vtrace, ones, values, ones, ones, iteration.mask, 1.0, 1.0, 0.95)
+        inference = next(inference for n, inference, _ in parts if n == BOTH[0])
+        learner = next(learner for samples, learner in learners if samples == BOTH[1])
+        iteration, _ = learner.gather(np.arange(BOTH[1] // learner.args.rollout))
+        times |= {f"{task}: {name}": [value] for name, value in together(inference, learner, iteration).items()}
         for _, _, envs in parts:
             envs.close()
     result = dict(machine=machine_and_engines(),
-                  microseconds={name: round(statistics.median(values[10:]), 2) for name, values in times.items()})  # fmt: skip
+                  microseconds={name: round(statistics.median(values[10:] or values), 2) for name, values in times.items()})  # fmt: skip
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result["microseconds"], indent=2))
 

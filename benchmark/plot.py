@@ -333,7 +333,7 @@ def mujoco_table() -> str:
 def spread(values: list[float]) -> str:
     """Their mean, and where there are several the range and how many."""
     more = f" ({min(values):,.0f} to {max(values):,.0f}; {len(values)})" if len(values) > 1 else ""
-    return f"**{np.mean(values):,.0f}**{more}"
+    return f"{np.mean(values):,.0f}{more}"
 
 
 def mujoco_settings_table() -> str:
