@@ -348,8 +348,7 @@ def mujoco_settings_table() -> str:
     rows = [[*columns, *(spread([np.interp(1e6, *points.T[1:]) for points in runs[task]]) if task in runs else "" for task in tasks),
              f"{statistics.median(points[-1, 0] for points in runs[tasks[0]]) / 60:.1f}" if tasks[0] in runs else ""]
             for columns, runs in found.items()]  # fmt: skip
-    return table(["games a worker", "rollout", "batch", "epochs", "learning rate", "other", *(f"`{task}`" for task in tasks),
-                  f"minutes, `{tasks[0]}`"], rows)  # fmt: skip
+    return table(["games", "rollout", "batch", "epochs", "learning rate", "other", *(f"`{task}`" for task in tasks), "minutes"], rows)
 
 
 def mujoco_parts_table() -> str:

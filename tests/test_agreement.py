@@ -30,7 +30,7 @@ DIFFERS = {
         "parse_args", "Reporter.__init__", "Reporter.update", "train", "main",
     },
     "appo_mujoco.py": {
-        "Args.env_id", "Args.frameskip", "Args.total_timesteps", "Args.rollout", "Args.num_batches_per_epoch",
+        "Args.env_id", "Args.frameskip", "Args.total_timesteps", "Args.num_envs_per_worker", "Args.num_batches_per_epoch",
         "Args.num_epochs", "Args.learning_rate", "Args.anneal_lr", "Args.clip_coef", "Args.ppo_clip_value",
         "Args.ent_coef", "Args.reward_clip", "Args.normalize_input", "Args.hidden_size", "Args.batch_size",
         "BATCH_SHARE, SMALLEST_BATCH", "LOWEST", "HIGHEST", "SESSION, FIXED", "Args.save_video", "resolve",
