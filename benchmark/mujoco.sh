@@ -55,7 +55,7 @@ speed)
 learning)
     train mujoco.csv "" --grid "env-id=HalfCheetah-v4,Hopper-v4,Walker2d-v4,Ant-v4,HumanoidStandup-v4" --settings "" "total-timesteps=1000000" ;;
 lag)
-    train mujoco_lag.csv "--env-id HalfCheetah-v4 --total-timesteps 500000 --num-epochs 8 --max-policy-lag 1000" --grid "kl-loss-coef=0.1,kl-loss-coef=0" \
+    train mujoco_lag.csv "--env-id HalfCheetah-v4 --total-timesteps 500000 --num-epochs 8 --max-policy-lag 1000" --grid "kl-loss-coef=0.1,0" \
         --settings sync max-batches-ahead=1 max-batches-ahead=4 ;;
 cleanrl)
     mkdir -p "${out%/*}" && mkdir "$out"
