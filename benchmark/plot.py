@@ -315,16 +315,12 @@ def mujoco_table() -> str:
     """The ends of the runs of one and of three million steps."""
     runs, rows = read_settings(RESULTS / "mujoco.csv"), []
     lengths = {"a million steps": (1e6, "total-timesteps=1000000 env-id="), "three million steps": (3e6, "env-id=")}
-    lengths = {name: (steps, start) for name, (steps, start) in lengths.items() if any(setting.startswith(start) for setting in runs)}
     for task, (mean, deviation, millions) in CLEANRL_MUJOCO.items():
-        if f"env-id={task}" not in runs:
-            continue
         rows.append([f"`{task}`"])
         for length, start in lengths.values():
-            found = list(runs.get(start + task, {}).values())
+            found = runs[start + task].values()
             values = [np.interp(length, points[:, 1], points[:, 2]) for points in found]
-            minutes = [points[-1, 0] / 60 for points in found]
-            rows[-1] += [spread(values), f"{statistics.median(minutes):.1f}"] if found else ["", ""]
+            rows[-1] += [spread(values), f"{statistics.median(points[-1, 0] / 60 for points in found):.1f}"]
         rows[-1].append(f"{mean:,} ± {deviation:,} ({millions} million)")
     columns = [column for name in lengths for column in (name, "minutes")]
     return table(["", *columns, "CleanRL, published (steps)"], rows)
@@ -573,18 +569,16 @@ def mujoco(plt) -> None:
     """Each task over steps and, below it, over minutes: runs of three and of one million steps, the mean of their seeds. CleanRL's published
     numbers, and its one run here."""
     runs = read_settings(RESULTS / "mujoco.csv")
-    tasks = [task for task in CLEANRL_MUJOCO if f"env-id={task}" in runs]
-    figure, axes = plt.subplots(2, len(tasks), figsize=(11, 4.6), squeeze=False, layout="constrained")
-    for task, column in zip(tasks, axes.T):
-        mean, deviation, millions = CLEANRL_MUJOCO[task]
+    figure, axes = plt.subplots(2, len(CLEANRL_MUJOCO), figsize=(11, 4.6), layout="constrained")
+    for (task, (mean, deviation, millions)), column in zip(CLEANRL_MUJOCO.items(), axes.T):
         for axis, x, scale in ((column[0], 1, 1e-6), (column[1], 0, 1 / 60)):
             for setting, line, name in ((f"env-id={task}", "-", "ours"), (f"total-timesteps=1000000 env-id={task}", ":", "ours, one million")):
-                if seeds := runs.get(setting):
-                    grid = np.linspace(max(points[0, x] for points in seeds.values()), min(points[-1, x] for points in seeds.values()), 200)
-                    values = [np.interp(grid, points[:, x], points[:, 2]) for points in seeds.values()]
-                    for value in values:
-                        axis.plot(grid * scale, value, line, color=STYLE["ours"][1], alpha=0.35, linewidth=0.8)
-                    axis.plot(grid * scale, np.mean(values, axis=0), line, color=STYLE["ours"][1], linewidth=1.8, label=name)
+                seeds = runs[setting].values()
+                grid = np.linspace(max(points[0, x] for points in seeds), min(points[-1, x] for points in seeds), 200)
+                values = [np.interp(grid, points[:, x], points[:, 2]) for points in seeds]
+                for value in values:
+                    axis.plot(grid * scale, value, line, color=STYLE["ours"][1], alpha=0.35, linewidth=0.8)
+                axis.plot(grid * scale, np.mean(values, axis=0), line, color=STYLE["ours"][1], linewidth=1.8, label=name)
             if task == "HalfCheetah-v4" and (RESULTS / "cleanrl_mujoco.csv").exists():
                 ((points,),) = read_curves("cleanrl_mujoco.csv").values()
                 axis.plot([point[x] * scale for point in points], [point[2] for point in points], color=STYLE["cleanrl"][1], linewidth=1.2,
