@@ -786,40 +786,40 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     weight = batch.mask.float()
     n = sum_over_ranks(weight.sum())
 
-    def mean(x: torch.Tensor) -> torch.Tensor:  # under torchrun this rank's share of the mean over all ranks' samples
-        return (x * weight).sum() / n
+    def mean(x: torch.Tensor) -> torch.Tensor:  # [..., T, B]; under torchrun this rank's share of all ranks' mean
+        return (x * weight).sum((-2, -1)) / n
 
     advantages = advantages - sum_over_ranks(mean(advantages))
     advantages = advantages / sum_over_ranks(mean(advantages.square())).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
-    policy_loss = -mean(torch.min(ratio * advantages, clipped * advantages))
+    policy_losses = -torch.min(ratio * advantages, clipped * advantages)
 
     target, old = vs[:-1], batch.values
     value_error = (values[:-1] - target).square()
     clipped_error = (old + (values[:-1] - old).clamp(-args.ppo_clip_value, args.ppo_clip_value) - target).square()
-    value_loss = mean(torch.max(value_error, clipped_error))
+    value_losses = torch.max(value_error, clipped_error)
 
     if args.exploration_loss == "entropy":
-        exploration = -mean(entropy)
+        exploration = -entropy
     else:  # off while its mean is above 30, as in Sample Factory
-        exploration = mean(symmetric_kl) * (sum_over_ranks(mean(symmetric_kl.detach())) < 30.0)
-    loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
+        exploration = symmetric_kl * (sum_over_ranks(mean(symmetric_kl.detach())) < 30.0)
+    loss = mean(policy_losses + args.vf_coef * value_losses + args.ent_coef * exploration)
 
     with torch.no_grad():
         spread = (target - sum_over_ranks(mean(target))).square()
-        metrics = {
-            "losses/policy_loss": policy_loss.detach(),
-            "losses/value_loss": value_loss.detach(),
-            "losses/entropy": mean(entropy),
-            "losses/approx_kl": mean(log_ratio.exp() - 1 - log_ratio),  # http://joschu.net/blog/kl-approx.html
-            "losses/clipfrac": mean((ratio != clipped).float()),
-            "losses/value": mean(values[:-1]),
-            "vtrace/rho_mean": mean(ratio.clamp(max=args.vtrace_rho)),
-            "vtrace/rho_clipfrac": mean((ratio > args.vtrace_rho).float()),
+        samples = {
+            "losses/policy_loss": policy_losses,
+            "losses/value_loss": value_losses,
+            "losses/entropy": entropy,
+            "losses/approx_kl": log_ratio.exp() - 1 - log_ratio,  # http://joschu.net/blog/kl-approx.html
+            "losses/clipfrac": (ratio != clipped).float(),
+            "losses/value": values[:-1],
+            "vtrace/rho_mean": ratio.clamp(max=args.vtrace_rho),
+            "vtrace/rho_clipfrac": (ratio > args.vtrace_rho).float(),
         }
-        shares = torch.stack([*metrics.values(), mean(value_error), mean(spread)])
-        *means, error, variance = sum_over_ranks(shares)
-        metrics = dict(zip(metrics, means))
+        stacked = torch.stack([*samples.values(), value_error, spread])
+        *means, error, variance = sum_over_ranks(mean(stacked))
+        metrics = dict(zip(samples, means))
         metrics["losses/explained_variance"] = 1 - error / variance.clamp(min=1e-8)
     return loss, metrics
 

@@ -868,8 +868,8 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     weight = batch.mask.float()
     n = sum_over_ranks(weight.sum())
 
-    def mean(x: torch.Tensor) -> torch.Tensor:  # under torchrun this rank's share of the mean over all ranks' samples
-        return (x * weight).sum() / n
+    def mean(x: torch.Tensor) -> torch.Tensor:  # [..., T, B]; under torchrun this rank's share of all ranks' mean
+        return (x * weight).sum((-2, -1)) / n
 
     # Each kind around its own mean: a common one would make all replayed actions more likely, or all less.
     for kind in (batch.replayed & near, ~batch.replayed):
@@ -880,29 +880,29 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     surrogate = torch.min(ratio * advantages, clipped * advantages)
     gradient = rho.clamp(max=args.vtrace_rho) * logprobs * advantages
-    policy_loss = -mean(torch.where(batch.replayed, gradient, surrogate))
+    policy_losses = -torch.where(batch.replayed, gradient, surrogate)
 
     target, old = vs[:-1], batch.values
     value_error = (values[:-1] - target).square()
     clipped_error = (old + (values[:-1] - old).clamp(-args.ppo_clip_value, args.ppo_clip_value) - target).square()
-    value_loss = mean(torch.where(batch.replayed, value_error, torch.max(value_error, clipped_error)))
+    value_losses = torch.where(batch.replayed, value_error, torch.max(value_error, clipped_error))
 
     if args.exploration_loss == "entropy":
-        exploration = -mean(entropy)
+        exploration = -entropy
     else:  # off while its mean is above 30, as in Sample Factory
-        exploration = mean(symmetric_kl) * (sum_over_ranks(mean(symmetric_kl.detach())) < 30.0)
-    loss = policy_loss + args.vf_coef * value_loss + args.ent_coef * exploration
+        exploration = symmetric_kl * (sum_over_ranks(mean(symmetric_kl.detach())) < 30.0)
     policy_change = torch.where(batch.replayed, kl_divergence(batch.logits, logits[:-1], agent.heads), 0.0)
     value_change = torch.where(batch.replayed, (values[:-1] - old).square(), 0.0)
-    loss = loss + args.policy_cloning_coef * mean(policy_change) + args.value_cloning_coef * mean(value_change)
+    losses = policy_losses + args.vf_coef * value_losses + args.ent_coef * exploration
+    loss = mean(losses + args.policy_cloning_coef * policy_change + args.value_cloning_coef * value_change)
 
     with torch.no_grad():
         spread = (target - sum_over_ranks(mean(target))).square()
-        metrics = {
-            "losses/policy_loss": policy_loss.detach(),
-            "losses/value_loss": value_loss.detach(),
-            "losses/entropy": mean(entropy),
-            "losses/value": mean(values[:-1]),
+        samples = {
+            "losses/policy_loss": policy_losses,
+            "losses/value_loss": value_losses,
+            "losses/entropy": entropy,
+            "losses/value": values[:-1],
         }
         of_fresh = {
             "losses/approx_kl": log_ratio.exp() - 1 - log_ratio,  # http://joschu.net/blog/kl-approx.html
@@ -917,10 +917,10 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
         } if args.replay_share else {}  # fmt: skip
         for kind, own in ((~batch.replayed, of_fresh), (batch.replayed, of_replayed)):
             share = sum_over_ranks(mean(kind.float())).clamp(min=1e-8)
-            metrics |= {name: mean(torch.where(kind, x, 0.0)) / share for name, x in own.items()}
-        shares = torch.stack([*metrics.values(), mean(value_error), mean(spread)])
-        *means, error, variance = sum_over_ranks(shares)
-        metrics = dict(zip(metrics, means))
+            samples |= {name: torch.where(kind, x, 0.0) / share for name, x in own.items()}
+        stacked = torch.stack([*samples.values(), value_error, spread])
+        *means, error, variance = sum_over_ranks(mean(stacked))
+        metrics = dict(zip(samples, means))
         metrics["losses/explained_variance"] = 1 - error / variance.clamp(min=1e-8)
     return loss, metrics
 
