@@ -347,6 +347,22 @@ def mujoco_settings_table() -> str:
     return table(["games", "rollout", "batch", "epochs", "learning rate", "other", *(f"`{task}`" for task in tasks), "minutes"], rows)
 
 
+def mujoco_lag_table() -> str:
+    """Lag and return of each setting: means over its seeds, with their range."""
+    lags = defaultdict(list)
+    for line in open(RESULTS / "mujoco_lag.csv"):
+        if line.startswith("#"):
+            run = json.loads(line[1:])
+        elif (setting := line.split(",")[0]) != "setting" and run:
+            lags[setting].append(run["lag"])
+            run = None
+    rows = []
+    for setting, seeds in read_settings(RESULTS / "mujoco_lag.csv").items():
+        values = [np.interp(5e5, *points.T[1:]) for points in seeds.values()]
+        rows.append([f"`{setting}`", f"{statistics.mean(lags[setting]):.1f}", spread(values)])
+    return table(["setting", "mean lag, versions", "return after half a million steps"], rows)
+
+
 def mujoco_parts_table() -> str:
     """Microseconds a sample of each part, for the sizes that were measured."""
     times, rows = read_json("mujoco_parts.json")["microseconds"], defaultdict(dict)
@@ -402,7 +418,7 @@ TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, r
               ranks_learning=ranks_learning_table,
               peers_dmlab=partial(peers_table, "peers_dmlab"), peers_pufferlib=partial(peers_table, "peers_pufferlib"),
               recipe=recipe_table, mujoco=mujoco_table, mujoco_settings=mujoco_settings_table,
-              mujoco_parts=mujoco_parts_table,
+              mujoco_lag=mujoco_lag_table, mujoco_parts=mujoco_parts_table,
               peers_mujoco=partial(peers_table, "peers_mujoco", "steps"),
               replay=replay_table, replay_speed=replay_speed_table, replay_parts=replay_parts_table,
               settings_replay=partial(settings_table, "replay", 15, 25, steps=760_000),
@@ -596,6 +612,28 @@ def mujoco(plt) -> None:
     figure.savefig(RESULTS / "mujoco.png", dpi=130)
 
 
+def mujoco_lag(plt) -> None:
+    """A panel with the KL penalty and one without: the mean of the seeds over steps, with more and more lag."""
+    runs = read_settings(RESULTS / "mujoco_lag.csv")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
+    for axis, coefficient in zip(axes, ("0.1", "0")):
+        for i, (setting, name) in enumerate({"sync": "--sync", "max-batches-ahead=1": "one iteration ahead (default)",
+                                             "max-batches-ahead=4": "four iterations ahead"}.items()):  # fmt: skip
+            seeds = list(runs[f"{setting} kl-loss-coef={coefficient}"].values())
+            grid = np.linspace(max(points[0, 1] for points in seeds), min(points[-1, 1] for points in seeds), 200)
+            values = [np.interp(grid, points[:, 1], points[:, 2]) for points in seeds]
+            for value in values:
+                axis.plot(grid / 1e6, value, ("-", "--", ":")[i], color=f"C{i}", alpha=0.35, linewidth=0.8)
+            axis.plot(grid / 1e6, np.mean(values, axis=0), ("-", "--", ":")[i], color=f"C{i}", linewidth=1.8, label=name)
+        axis.set_title(f"--kl-loss-coef {coefficient}", fontsize=9)
+        axis.set_xlabel("million steps")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("mean raw return, last 100 episodes")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"HalfCheetah-v4; thin: seeds, thick: their mean; {machine_of('mujoco_lag.csv')}", fontsize=10)
+    figure.savefig(RESULTS / "mujoco_lag.png", dpi=130)
+
+
 def combinations(plt, curves: dict[str, dict[int, np.ndarray]], out: Path) -> None:
     """A panel for each environment, a line for each setting: the mean over seeds between the lowest and the highest of them."""
     panels = defaultdict(dict)
@@ -730,6 +768,7 @@ def main() -> None:
     panels(plt)
     replay(plt)
     mujoco(plt)
+    mujoco_lag(plt)
     curves(plt, "basic, three seeds each", 75, "learning_basic.png", "learning_basic.csv")
     curves(plt, "battle", 10, "learning_battle.png", "learning_battle.csv")
     battle(plt)
