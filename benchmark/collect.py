@@ -8,9 +8,9 @@
 
 A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
 
-Seconds of a curve count from a run's first line of log to each report, so they include the start of the games. Rates leave out the
-first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its reward scale; on its battle,
-where they are shaped, the kills in its TensorBoard stand for them.
+Seconds of a curve count from a run's first line of log to each report, so they include the start of the games; CleanRL's count from its
+first episode. Rates leave out the first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its
+reward scale; on its battle, where they are shaped, the kills in its TensorBoard stand for them.
 """
 
 import contextlib
@@ -87,6 +87,12 @@ def read_sample_factory(folder: Path) -> list[tuple[float, int, float | None]]:
     return points
 
 
+def read_cleanrl(folder: Path) -> list[tuple[float, int, float]]:
+    """The mean return of the last 100 episodes at the end of each, as in ours; CleanRL writes each episode's. Seconds count from the first."""
+    points = read_events(folder, "charts/episodic_return", "charts/episodic_return")
+    return [(seconds, step, statistics.mean(point[2] for point in points[max(0, i - 99) : i + 1])) for i, (seconds, step, _) in enumerate(points)]
+
+
 def read(folder: Path):
     """Points (seconds, step, mean return or None) of a run."""
     if (folder / "out.txt").exists():
@@ -103,7 +109,11 @@ def main() -> None:
     if kind == "curves" or "/" in kind:
         rows = []
         for folder in folders:
-            for seconds, step, value in read(folder) if kind == "curves" else read_events(folder, kind, kind):
+            if kind != "curves":
+                points = read_events(folder, kind, kind)
+            else:
+                points = read_cleanrl(folder) if (folder / "runs").exists() else read(folder)
+            for seconds, step, value in points:
                 if value is not None:
                     rows.append([folder.name, round(seconds, 1), step, round(value, 2)])
         with open(out, "w", newline="") as file:

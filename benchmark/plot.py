@@ -595,7 +595,7 @@ def mujoco(plt) -> None:
                 for value in values:
                     axis.plot(grid * scale, value, line, color=STYLE["ours"][1], alpha=0.35, linewidth=0.8)
                 axis.plot(grid * scale, np.mean(values, axis=0), line, color=STYLE["ours"][1], linewidth=1.8, label=name)
-            if task == "HalfCheetah-v4" and (RESULTS / "cleanrl_mujoco.csv").exists():
+            if task == "HalfCheetah-v4":
                 ((points,),) = read_curves("cleanrl_mujoco.csv").values()
                 axis.plot([point[x] * scale for point in points], [point[2] for point in points], color=STYLE["cleanrl"][1], linewidth=1.2,
                           label="CleanRL, a run here")  # fmt: skip
