@@ -581,6 +581,15 @@ def replay(plt) -> None:
     figure.savefig(RESULTS / "replay.png", dpi=130)
 
 
+def draw_seeds(axis, seeds, x: int, scale: float, line: str, color: str, name: str) -> None:
+    """Each seed thin and their mean thick, where all have points; x: 0 for seconds, 1 for steps."""
+    grid = np.linspace(max(points[0, x] for points in seeds), min(points[-1, x] for points in seeds), 200)
+    values = [np.interp(grid, points[:, x], points[:, 2]) for points in seeds]
+    for value in values:
+        axis.plot(grid * scale, value, line, color=color, alpha=0.35, linewidth=0.8)
+    axis.plot(grid * scale, np.mean(values, axis=0), line, color=color, linewidth=1.8, label=name)
+
+
 def mujoco(plt) -> None:
     """Each task over steps and, below it, over minutes: runs of three and of one million steps, the mean of their seeds. CleanRL's published
     numbers, and its one run here."""
@@ -589,12 +598,7 @@ def mujoco(plt) -> None:
     for (task, (mean, deviation, millions)), column in zip(CLEANRL_MUJOCO.items(), axes.T):
         for axis, x, scale in ((column[0], 1, 1e-6), (column[1], 0, 1 / 60)):
             for setting, line, name in ((f"env-id={task}", "-", "ours"), (f"total-timesteps=1000000 env-id={task}", ":", "ours, one million")):
-                seeds = runs[setting].values()
-                grid = np.linspace(max(points[0, x] for points in seeds), min(points[-1, x] for points in seeds), 200)
-                values = [np.interp(grid, points[:, x], points[:, 2]) for points in seeds]
-                for value in values:
-                    axis.plot(grid * scale, value, line, color=STYLE["ours"][1], alpha=0.35, linewidth=0.8)
-                axis.plot(grid * scale, np.mean(values, axis=0), line, color=STYLE["ours"][1], linewidth=1.8, label=name)
+                draw_seeds(axis, runs[setting].values(), x, scale, line, STYLE["ours"][1], name)
             if task == "HalfCheetah-v4":
                 ((points,),) = read_curves("cleanrl_mujoco.csv").values()
                 axis.plot([point[x] * scale for point in points], [point[2] for point in points], color=STYLE["cleanrl"][1], linewidth=1.2,
@@ -619,12 +623,7 @@ def mujoco_lag(plt) -> None:
     for axis, coefficient in zip(axes, ("0.1", "0")):
         for i, (setting, name) in enumerate({"sync": "--sync", "max-batches-ahead=1": "one iteration ahead (default)",
                                              "max-batches-ahead=4": "four iterations ahead"}.items()):  # fmt: skip
-            seeds = list(runs[f"{setting} kl-loss-coef={coefficient}"].values())
-            grid = np.linspace(max(points[0, 1] for points in seeds), min(points[-1, 1] for points in seeds), 200)
-            values = [np.interp(grid, points[:, 1], points[:, 2]) for points in seeds]
-            for value in values:
-                axis.plot(grid / 1e6, value, ("-", "--", ":")[i], color=f"C{i}", alpha=0.35, linewidth=0.8)
-            axis.plot(grid / 1e6, np.mean(values, axis=0), ("-", "--", ":")[i], color=f"C{i}", linewidth=1.8, label=name)
+            draw_seeds(axis, runs[f"{setting} kl-loss-coef={coefficient}"].values(), 1, 1e-6, ("-", "--", ":")[i], f"C{i}", name)
         axis.set_title(f"--kl-loss-coef {coefficient}", fontsize=9)
         axis.set_xlabel("million steps")
         axis.grid(alpha=0.3)
