@@ -318,8 +318,8 @@ def spec_of(args: Args):
 
 class MujocoEnvs(gym.vector.VectorEnv):
     """EnvPool's MuJoCo: the tasks of Gymnasium and of dm_control as they are, except that every part of an observation
-    is flattened. Where a time limit ends an episode it is truncated, not terminated. The pool is made in `reset`, where
-    it gets its seed; it resets on the step after an episode's end.
+    is flattened. Where a time limit ends an episode it is truncated, not terminated, even if the robot falls at that
+    very step. The pool is made in `reset`, where it gets its seed; it resets on the step after an episode's end.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
@@ -337,8 +337,10 @@ class MujocoEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed: int = 0, options: dict | None = None):
         self.close()
+        # Gymnasium's humanoids feel contact forces from version 4 on; EnvPool leaves them 0 in version 4 unless told
+        forces = dict(post_constraint=True) if self.args.env_id in ("Humanoid-v4", "HumanoidStandup-v4") else {}
         self.pool = envpool.make(self.args.env_id, env_type="gymnasium", num_envs=self.num_envs, num_threads=1,
-                                 seed=seed, frame_skip=self.args.frameskip)  # fmt: skip
+                                 seed=seed, frame_skip=self.args.frameskip, **forces)  # fmt: skip
         return self.vectors(self.pool.reset()[0]), {}
 
     def step(self, actions):
@@ -346,7 +348,7 @@ class MujocoEnvs(gym.vector.VectorEnv):
         return self.vectors(observation), reward, terminated, truncated, {}
 
     def vectors(self, observation) -> dict[str, np.ndarray]:
-        return {name: part.reshape(self.num_envs, -1) for name, part in by_name(observation).items()}
+        return {name: part.reshape(self.num_envs, -1).astype(np.float32) for name, part in by_name(observation).items()}
 
     def close(self, **kwargs) -> None:
         if self.pool is not None:
