@@ -20,9 +20,9 @@ IMPALA in one file.
 On 2 cores of an AMD EPYC (Zen 5, no GPU) three million steps of HalfCheetah-v4 take 3.2 minutes, and the mean return is
 then 1,941; of Ant-v4 7.7 minutes, and it is 5,299 (two seeds each, 2026-11-26; benchmark/mujoco.sh learning).
 
-A deliberate edit of appo_atari.py. What differs: `MujocoEnvs`, a small `Agent` whose policy is a Gaussian
-(`sample_actions`, `evaluate_actions`, `kl_divergence`), a penalty for leaving the policy that acted, values in units of
-their own (`PopArt`), and other defaults in `Args`. All else is the same text.
+A deliberate edit of appo_atari.py. What differs: `MujocoEnvs` and `drawn_envs`, a small `Agent` whose policy is a
+Gaussian (`sample_actions`, `evaluate_actions`, `kl_divergence`), a penalty for leaving the policy that acted, values in
+units of their own (`PopArt`), no bfloat16, other defaults in `Args`, and what these need. All else is the same text.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+
@@ -102,7 +102,7 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # --- run
-    env_id: str = "HalfCheetah-v5"  # one of EnvPool's MuJoCo tasks; a wrong name is answered with the nearest
+    env_id: str = "HalfCheetah-v5"  # a task of Gymnasium's MuJoCo or of dm_control; a wrong name gets the nearest
     frameskip: int | None = None  # ticks of the physics (frames) per step of the agent. Default: the task's own
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 3_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
@@ -116,7 +116,8 @@ class Args:
     eval_episodes: int = 100  # number of episodes to play
     eval_deterministic: bool = False  # play the likeliest action instead of a sampled one
     load_checkpoint_kind: Literal["latest", "best"] = "latest"  # which checkpoint to play with
-    save_video: bool = False  # write an episode to <experiment>/video.mp4; Gymnasium draws it (pip install mujoco)
+    save_video: bool = False
+    """write an episode to <experiment>/video.mp4; Gymnasium draws it (pip install mujoco), its own tasks from v4 on"""
 
     # --- sampling
     num_workers: int | None = None
@@ -162,9 +163,9 @@ class Args:
     reward_scale: float = 1.0  # rewards are multiplied by this
     reward_clip: float = np.inf  # then clipped to +- this
     normalize_input: bool = True  # normalise every number of the observation by its running mean and variance
-    normalize_returns: bool = True  # values and their loss in units of their own (PopArt)
+    normalize_returns: bool = True  # values and their loss in units of their own (PopArt); turned off later, they stay
     adaptive_stddev: bool = False  # the network computes the actions' deviations, too; off: parameters of their own
-    initial_stddev: float = 1.0  # of the actions, before anything is learned
+    initial_stddev: float = 1.0  # of the actions of a fresh run, before anything is learned
     last_action_reward: bool = False  # the network also sees the last action and reward; zeros as an episode begins
     rnn_type: Literal["gru", "lstm", "none"] = "none"  # the recurrent core
     hidden_size: int = 64  # units of each layer and of the recurrent core
@@ -357,22 +358,27 @@ class MujocoEnvs(gym.vector.VectorEnv):
 
 
 def drawn_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
-    """The same task in Gymnasium, to be drawn: EnvPool does not render on every machine. Raises UserError."""
+    """The same task in Gymnasium, to be drawn: on many machines EnvPool ends the process instead. Raises UserError."""
     os.environ.setdefault("MUJOCO_GL", "egl")  # without a screen
     own = {} if args.frameskip == spec_of(args).config.frame_skip else dict(frame_skip=args.frameskip)
     make = functools.partial(gym.make, args.env_id, render_mode="rgb_array", **own)
     try:
-        return gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+        envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+        envs.reset()
+        envs.envs[0].render()
+        return envs
     except Exception as error:  # no such package or task, or no OpenGL
-        raise UserError(f"--save-video needs {args.env_id} in Gymnasium (pip install mujoco): {error}") from None
+        raise UserError(f"Gymnasium cannot draw {args.env_id} ({error}); it draws its own tasks of versions 4 and 5, "
+                        "with OpenGL and what `pip install mujoco` brings") from None  # fmt: skip
 
 
 def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     """The environments of one split of a worker. Edit this function to train on something else.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, and take a
-    Box of actions. `Agent` sees float vectors, one alone or several in a Dict. In every step's `info` there may be
-    `raw_reward`, a float that scores are sums of. Actors cannot start processes of multiprocessing (AsyncVectorEnv).
+    Box of actions, which arrive clipped to it. `Agent` sees float vectors, one alone or several in a Dict. In every
+    step's `info` there may be `raw_reward`, a float that scores are sums of. Actors cannot start processes of
+    multiprocessing (AsyncVectorEnv).
     """
     return drawn_envs(args, num_envs) if args.save_video else MujocoEnvs(args, num_envs)
 
@@ -430,7 +436,7 @@ class Mailbox:
         # of the episode that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended)
         self.episode = torch.zeros(rows, 3)
         # written by inference, between a request and its reply
-        self.action = torch.zeros(rows, *spaces.action.shape)  # what to do next, as sampled: the environment clips it
+        self.action = torch.zeros(rows, *spaces.action.shape)  # what to do next, as sampled; WorkerEnvs clips it
         for field in fields_of(self):
             field.share_memory_()
 

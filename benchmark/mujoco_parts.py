@@ -57,7 +57,7 @@ def together(inference, learner, iteration, seconds: float = 5.0) -> dict[str, f
             wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
         found[f"{name} (both) {samples}"], found[f"{name} (both), CPU time {samples}"] = 1e6 * wall / n, 1e6 * cpu / n
 
-    threads = [threading.Thread(target=repeat, args=("act", BOTH[0], act)),
+    threads = [threading.Thread(target=repeat, args=("act", inference.size, act)),
                threading.Thread(target=repeat, args=("learn", BOTH[1], lambda: learner.update(iteration)))]  # fmt: skip
     for thread in threads:
         thread.start()
