@@ -17,8 +17,8 @@ IMPALA in one file.
     python appo_mujoco.py --env-id HalfCheetah-v5
     torchrun --standalone --nproc-per-node 4 appo_mujoco.py --env-id Ant-v5    # four processes
 
-On 2 cores of an AMD EPYC (Zen 5, no GPU) three million steps of HalfCheetah-v4 take 3.2 minutes, and the mean return is
-then 1,941; of Ant-v4 7.7 minutes, and it is 5,299 (two seeds each, 2026-11-26; benchmark/mujoco.sh learning).
+On 2 cores of an AMD EPYC (Zen 5, no GPU) three million steps of HalfCheetah-v4 take 3.4 minutes, and the mean return is
+then 1,932; of Ant-v4 7.8 minutes, and it is 5,441 (three seeds each, 2026-11-26; benchmark/mujoco.sh learning).
 
 A deliberate edit of appo_atari.py. What differs: `MujocoEnvs` and `drawn_envs`, a small `Agent` whose policy is a
 Gaussian (`sample_actions`, `evaluate_actions`, `kl_divergence`), a penalty for leaving the policy that acted, values in
