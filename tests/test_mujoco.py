@@ -45,10 +45,11 @@ def test_the_mailbox_is_what_the_task_says(task, falls, more):
         assert set(m.obs) == {*parts, "last_action_reward"}
         for name, part in parts.items():  # flat, though that of FingerSpin's `touch` and the like may be anything
             np.testing.assert_array_equal(m.obs[name], np.reshape(part, (n, -1)).astype(np.float32))
-        m.action[:] = rng.normal(0, 1.5, m.action.shape)  # the box of Humanoid's is +-0.4, of the others +-1
-        action = np.clip(m.action, pool.action_space.low, pool.action_space.high)
-        outside += (action != m.action).sum()
+        m.action[:] = sampled = rng.normal(0, 1.5, m.action.shape).astype(np.float32)  # the box of Humanoid's is +-0.4, of the others +-1
+        action = np.clip(sampled, pool.action_space.low, pool.action_space.high)
+        outside += (action != sampled).sum()
         worker.step(0)
+        np.testing.assert_array_equal(m.action, sampled, "an actor only reads them")
         obs, reward, terminated, truncated, _ = pool.step(action)
         np.testing.assert_array_equal(m.first, before, "the step after an end, and no other, is the first of an episode")
         np.testing.assert_array_equal(m.terminated, terminated)
