@@ -102,7 +102,7 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # --- run
-    env_id: str = "HalfCheetah-v5"  # a task of Gymnasium's MuJoCo or of dm_control; a wrong name gets the nearest
+    env_id: str = "HalfCheetah-v5"  # of Gymnasium's MuJoCo or of dm_control; a wrong name is answered with the nearest
     frameskip: int | None = None  # ticks of the physics (frames) per step of the agent. Default: the task's own
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 3_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
@@ -117,7 +117,7 @@ class Args:
     eval_deterministic: bool = False  # play the likeliest action instead of a sampled one
     load_checkpoint_kind: Literal["latest", "best"] = "latest"  # which checkpoint to play with
     save_video: bool = False
-    """write an episode to <experiment>/video.mp4; Gymnasium draws it (pip install mujoco), its own tasks from v4 on"""
+    """write an episode to <experiment>/video.mp4. Gymnasium draws it (pip install mujoco): its own tasks, v4 and v5"""
 
     # --- sampling
     num_workers: int | None = None
@@ -163,7 +163,8 @@ class Args:
     reward_scale: float = 1.0  # rewards are multiplied by this
     reward_clip: float = np.inf  # then clipped to +- this
     normalize_input: bool = True  # normalise every number of the observation by its running mean and variance
-    normalize_returns: bool = True  # values and their loss in units of their own (PopArt); turned off later, they stay
+    normalize_returns: bool = True
+    """values and their loss in units of their own (PopArt); if a resumed run turns it off, it keeps the last units"""
     adaptive_stddev: bool = False  # the network computes the actions' deviations, too; off: parameters of their own
     initial_stddev: float = 1.0  # of the actions of a fresh run, before anything is learned
     last_action_reward: bool = False  # the network also sees the last action and reward; zeros as an episode begins
@@ -319,8 +320,9 @@ def spec_of(args: Args):
 
 class MujocoEnvs(gym.vector.VectorEnv):
     """EnvPool's MuJoCo: the tasks of Gymnasium and of dm_control as they are, except that every part of an observation
-    is flattened. Where a time limit ends an episode it is truncated, not terminated, even if the robot falls at that
-    very step. The pool is made in `reset`, where it gets its seed; it resets on the step after an episode's end.
+    is flattened, and float32. Where a time limit ends an episode it is truncated, not terminated, even if the robot
+    falls at that very step. The pool is made in `reset`, where it gets its seed; it resets on the step after an
+    episode's end.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
@@ -338,7 +340,7 @@ class MujocoEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed: int = 0, options: dict | None = None):
         self.close()
-        # Gymnasium's humanoids feel contact forces from version 4 on; EnvPool leaves them 0 in version 4 unless told
+        # Contact forces: Gymnasium's humanoids have them from version 4 on, EnvPool's by default from version 5 on
         forces = dict(post_constraint=True) if self.args.env_id in ("Humanoid-v4", "HumanoidStandup-v4") else {}
         self.pool = envpool.make(self.args.env_id, env_type="gymnasium", num_envs=self.num_envs, num_threads=1,
                                  seed=seed, frame_skip=self.args.frameskip, **forces)  # fmt: skip
@@ -358,16 +360,16 @@ class MujocoEnvs(gym.vector.VectorEnv):
 
 
 def drawn_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
-    """The same task in Gymnasium, to be drawn: on many machines EnvPool ends the process instead. Raises UserError."""
+    """The same task in Gymnasium, to be drawn: EnvPool may end the process when it is asked to. Raises UserError."""
     os.environ.setdefault("MUJOCO_GL", "egl")  # without a screen
     own = {} if args.frameskip == spec_of(args).config.frame_skip else dict(frame_skip=args.frameskip)
     make = functools.partial(gym.make, args.env_id, render_mode="rgb_array", **own)
     try:
         envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
-        envs.reset()
-        envs.envs[0].render()
+        envs.envs[0].reset()
+        envs.envs[0].render()  # fails without OpenGL
         return envs
-    except Exception as error:  # no such package or task, or no OpenGL
+    except Exception as error:  # of many types; the task or the package may be missing, too
         raise UserError(f"Gymnasium cannot draw {args.env_id} ({error}); it draws its own tasks of versions 4 and 5, "
                         "with OpenGL and what `pip install mujoco` brings") from None  # fmt: skip
 

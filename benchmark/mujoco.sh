@@ -4,8 +4,8 @@
 #       with two workers, CleanRL's ppo_continuous_action.py, Stable-Baselines3's PPO with eight environments; results/peers_mujoco.json
 #   learning: three million steps of five tasks, and runs of one million, whose learning rate falls to 0 sooner; results/mujoco.csv
 #   cleanrl: a million steps of HalfCheetah with CleanRL; results/cleanrl_mujoco.csv
-#   settings: the runs of a million steps by which the defaults were chosen, two hours; results/seeds_mujoco.csv (the one kept there has more
-#       seeds of some settings, and not every task of others)
+#   settings: the runs of a million steps by which the defaults were chosen, two hours for the one seed that is its default; results/seeds_mujoco.csv
+#       (the one kept there has more seeds of some settings, and not every task of others)
 #   lag: half a million steps of HalfCheetah with --sync, and with one and four iterations ahead, with and without the KL penalty; with eight
 #       epochs, so that the learner is the slower side and what is ahead of it waits; results/mujoco_lag.csv
 # Learning, settings and lag, started again with the same FOLDER, go on where they were stopped. The others want a fresh FOLDER.
@@ -94,7 +94,7 @@ settings)
 32 32 512 4 2e-3 initial-stddev=0.5
 32 32 512 4 2e-3 kl-loss-coef=0
 ROWS
-    SEEDS=1 train seeds_mujoco.csv "--total-timesteps 1000000" --grid "env-id=HalfCheetah-v5,Hopper-v5,Walker2d-v5" --settings "${rows[@]}" ;;
+    SEEDS=${SEEDS:-1} train seeds_mujoco.csv "--total-timesteps 1000000" --grid "env-id=HalfCheetah-v5,Hopper-v5,Walker2d-v5" --settings "${rows[@]}" ;;
 lag)
     train mujoco_lag.csv "--env-id HalfCheetah-v4 --total-timesteps 500000 --num-epochs 8 --max-policy-lag 1000" --grid "kl-loss-coef=0.1,0" \
         --settings sync max-batches-ahead=1 max-batches-ahead=4 ;;
