@@ -137,8 +137,8 @@ class Args:
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """seconds after which a step of an actor's environments counts as hung (Ctrl-Z, too), and which each environment has
-    to start; 0: no limit"""
+    """seconds after which a step of an actor's environments counts as hung (Ctrl-Z, too), and that each of them has to
+    start; 0: no limit"""
     inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
 
