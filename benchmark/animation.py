@@ -1,7 +1,7 @@
 """Puts one video, or several side by side, in an animated GIF, such as the one at the top of the README:
 
-    python appo_doom.py --experiment DOOM --evaluate --save-video         # writes train_dir/DOOM/video.mp4
-    python appo_atari.py --experiment ATARI --evaluate --save-video
+    python evaluate.py train_dir/DOOM --save-video         # writes train_dir/DOOM/video.mp4
+    python evaluate.py train_dir/ATARI --save-video
     python benchmark/animation.py agents.gif train_dir/DOOM/video.mp4 train_dir/ATARI/video.mp4 --start 0 20
 
 Each plays at its own speed, and all end with the shortest. The file has as many colours as fit into --megabytes.

@@ -396,7 +396,7 @@ def policies_table() -> str:
 
 
 def self_play_table() -> str:
-    """Games of results/self_play.txt, which is what --evaluate printed, under the name of each file."""
+    """Games of results/self_play.txt, which is what evaluate.py printed, under the name of each file."""
     rows, number = [], r"(-?[\d.]+)"
     for file, text in re.findall(r"==> (\w+)\.txt <==\n(.*?)(?===>|\Z)", (RESULTS / "self_play.txt").read_text(), re.S):
         scores = {name: score for name, *score in re.findall(rf"policy (\S+): .*?frags {number}, deaths {number}", text)}

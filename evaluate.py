@@ -1,0 +1,387 @@
+"""Plays a policy that one of the files has trained: its return, a video, a window to watch it, matches of several.
+
+    python evaluate.py train_dir/my_run                 # 100 episodes; prints mean and spread of the return
+    python evaluate.py train_dir/my_run --save-video --likeliest --best
+    python evaluate.py train_dir/my_run --watch         # a window, at the game's own speed
+    python evaluate.py train_dir/my_run --env-id battle2 --device cpu    # flags of the file that trained the run
+    python evaluate.py train_dir/duel --opponents train_dir/early        # of appo_pbt_doom.py: all against all
+
+The run's cfg.json says which file trained it. That file is imported, and gives the network and the environments, so
+this plays your own copies of it, too. What it needs of such a file: Args, saved_args, load_agent, spaces_of, Mailbox,
+WorkerEnvs, sample_actions, and drawn_envs where the environments of the training cannot be drawn.
+"""
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+
+@dataclass
+class Options:
+    """Plays a trained policy. All other flags are those of the file that trained it (`python FILE --help`); they change
+    what the run was started with."""
+
+    folder: tyro.conf.Positional[Path]  # the run, such as train_dir/my_run; stands before flags of the file
+    episodes: int | None = None
+    """how many to play. Default: 100; of DeepMind Lab 10 of each task; of a population 100 by each policy, or between
+    each two"""
+    likeliest: bool = False  # play the likeliest action instead of a sampled one
+    best: bool = False  # play the checkpoint with the best return instead of the latest one
+    save_video: bool = False  # write the first minute of the first environment to video.mp4 in the run's folder
+    watch: bool = False  # show one environment in a window, at the game's own speed; q, Escape or Ctrl-C ends it
+    file: Path | None = None  # the file that trained the run, where it is no longer where cfg.json says
+    opponents: list[Path] = field(default_factory=list)  # other runs of appo_pbt_doom.py that take part
+    policies: list[int] = field(default_factory=list)  # which policies of each population take part. Default: all
+
+    def kind(self) -> str:
+        return "best" if self.best else "latest"
+
+    def actions(self) -> str:
+        return ("likeliest" if self.likeliest else "sampled") + " actions"
+
+
+class UserError(Exception):
+    """Something the user can fix; printed as one line, without a traceback. The files have such classes, too."""
+
+
+def find_file(options: Options) -> Path:
+    """The file that trained the run. Raises UserError."""
+    cfg = options.folder / "cfg.json"
+    if not cfg.exists():
+        raise UserError(f"there is no run in {options.folder}: it has no cfg.json")
+    file = options.file or json.loads(cfg.read_text()).get("file")
+    if file is None:
+        raise UserError(f"{cfg} does not say which file trained the run; say it with --file PATH")
+    name = Path(file).name
+    for path in [Path(file)] if options.file else [Path(file), Path(__file__).parent / name, Path(name)]:
+        if path.is_file():
+            if path != Path(file):
+                print(f"{file} is gone; using {path}")
+            return path.resolve()
+    raise UserError(f"{file} is not there, which trained the run; say where it is now with --file PATH")
+
+
+def load(path: Path):
+    """Imports a file under its own name, with what it imports from its own folder."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Drawing:
+    """Pictures of one environment, one a step: to a video, in a window, both, or without these options nowhere."""
+
+    VIDEO_SECONDS, WINDOW = 60, (1280, 720)  # at most: seconds; width and height, except for pictures that are larger
+
+    def __init__(self, options: Options, name: str, metadata: dict, draw):
+        """metadata: the environment's, which has been reset; draw(): its picture, uint8 [height, width, 3]. Raises
+        UserError."""
+        self.name, self.draw, self.fps = name, draw, metadata.get("render_fps") or 30
+        self.video = self.window = None
+        self.frames = 0
+        if not options.save_video and not options.watch:
+            return
+        try:
+            picture, problem = draw(), 'its render() returns no picture; was it made with render_mode="rgb_array"?'
+        except Exception as error:  # of any type
+            picture, problem = None, repr(error)
+        if getattr(picture, "ndim", 0) != 3:
+            raise UserError(f"{name} cannot draw itself: {problem}")
+        height, width, _ = picture.shape
+        if options.save_video:
+            import imageio.v2 as imageio
+
+            self.path = options.folder / "video.mp4"
+            larger = ["-vf", "scale=4*iw:4*ih:flags=neighbor"] if height < 256 else []
+            self.video = imageio.get_writer(self.path, fps=self.fps, macro_block_size=2, output_params=larger)
+        if options.watch:
+            os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+            os.environ.setdefault("SDL_VIDEODRIVER", "x11,wayland")  # else it may choose one that shows nothing
+            import pygame
+
+            larger = max(1, min(self.WINDOW[0] // width, self.WINDOW[1] // height))
+            try:
+                pygame.display.init()
+                self.window = pygame.display.set_mode((larger * width, larger * height))
+            except pygame.error as error:
+                raise UserError(f"--watch cannot open a window: {error}") from None
+            self.pygame, self.clock = pygame, pygame.time.Clock()
+
+    def step(self, score: float) -> bool:
+        """Draws the environment as it is now; in the window until the next step is due. score: the return so far.
+        Returns False when the window was closed."""
+        record = self.video is not None and self.frames < self.VIDEO_SECONDS * self.fps
+        if not record and self.window is None:
+            return True
+        picture = self.draw()
+        if record:
+            self.video.append_data(picture)
+            self.frames += 1
+        if self.window is None:
+            return True
+        pygame = self.pygame
+        image = pygame.surfarray.make_surface(picture.swapaxes(0, 1))  # which counts columns first
+        self.window.blit(pygame.transform.scale(image, self.window.get_size()), (0, 0))
+        pygame.display.set_caption(f"{self.name}: return {score:.2f}")
+        pygame.display.flip()
+        self.clock.tick(self.fps)
+        pressed = {event.key for event in pygame.event.get(pygame.KEYDOWN)}
+        return not pressed & {pygame.K_q, pygame.K_ESCAPE} and not pygame.event.get(pygame.QUIT)
+
+    def close(self) -> None:
+        if self.video is not None:
+            self.video.close()
+            print(f"wrote {self.path} ({self.frames} frames)")
+        if self.window is not None:
+            self.pygame.display.quit()
+
+
+@torch.inference_mode()
+def play(module, agent, args, options: Options, name: str, worker: int = 0) -> list[float]:
+    """Plays `options.episodes` episodes in the environments of a worker, and draws the first of them. Returns their raw
+    returns, fewer where the window was closed."""
+    count, device = args.num_envs_per_worker, torch.device(args.device)
+    per_env = -(-options.episodes // count)  # the same for each: taking the first to end would favour short ones
+    mailbox = module.Mailbox(module.spaces_of(args), max(1, args.num_workers) * count)
+    arrays, state = mailbox.arrays(), torch.zeros(count, agent.state_size, device=device)
+    heads = [agent.heads] if hasattr(agent, "heads") else []  # actions that are numbers have none
+    returns = [[] for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        envs = stack.enter_context(contextlib.closing(module.WorkerEnvs(args, worker, arrays, args.seed)))
+        if (options.save_video or options.watch) and hasattr(module, "drawn_envs"):
+            envs.splits = [module.drawn_envs(args, count)]
+            print(f"{name} is played in the environments of `drawn_envs`: those of the training cannot be drawn")
+        envs.reset(0)
+        split, rows = envs.splits[0], envs.rows[0]
+        # Only the first one is drawn, where the vector class allows it
+        draw = split.envs[0].render if hasattr(split, "envs") else lambda: split.render()[0]
+        drawing = stack.enter_context(contextlib.closing(Drawing(options, name, split.metadata, draw)))
+        bar = stack.enter_context(tqdm(total=count * per_env, desc=name, unit=" episodes", disable=None, leave=False))
+        while any(len(finished) < per_env for finished in returns):
+            # An environment that has terminated may have nothing to show: Doom's picture is black then
+            if not arrays.terminated[rows][0] and not drawing.step(envs.totals[0][0, 0]):
+                break
+            obs = {key: part[rows].to(device)[None] for key, part in mailbox.obs.items()}
+            outputs, _, state = agent(obs, mailbox.first[rows].to(device)[None], state)  # logits, or means and widths
+            arrays.action[rows] = module.sample_actions(outputs[0], *heads, options.likeliest)[0].cpu().numpy()
+            envs.step(0)
+            for i in np.flatnonzero(arrays.episode[rows, 2]):
+                if len(returns[i]) < per_env:
+                    returns[i].append(float(arrays.episode[rows][i, 0]))
+                    bar.update()
+    return [value for finished in returns for value in finished][: options.episodes]
+
+
+def evaluate_policy(module, args, options: Options) -> list[float]:
+    """Plays episodes with a checkpoint; prints and returns their raw returns."""
+    count = 1 if options.watch else min(options.episodes, 16)
+    changes = asdict(args) | dict(num_envs_per_worker=count)
+    agent, args, step = module.load_agent(options.folder, options.kind(), **changes)
+    returns = play(module, agent, args, options, args.env_id)
+    if returns:
+        print(f"{len(returns)} episodes, {options.actions()}, step {step:,}: "
+              f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} (standard deviation), "
+              f"from {min(returns):.2f} to {max(returns):.2f}")  # fmt: skip
+    return returns
+
+
+def main() -> int:
+    try:
+        options, flags = tyro.cli(Options, return_unknown_args=True)
+        if options.episodes is not None and options.episodes < 1:
+            raise UserError(f"--episodes {options.episodes} is out of range: 1 to inf")
+        if options.watch and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"))):
+            raise UserError("--watch needs a screen, and there is none (no DISPLAY, no WAYLAND_DISPLAY); "
+                            "--save-video needs none")  # fmt: skip
+        module = load(find_file(options))
+        saved = module.Args(**module.saved_args(options.folder))
+        args = tyro.cli(module.Args, args=flags, default=saved)
+        for name in (f.name for f in fields(args) if getattr(args, f.name) != getattr(saved, f.name)):
+            print(f"override: {name} {getattr(saved, name)} -> {getattr(args, name)}")
+        several, tasks = hasattr(module, "Population"), hasattr(module, "tasks_of")
+        if (options.opponents or options.policies) and not several:
+            raise UserError("--opponents and --policies are for runs of appo_pbt_doom.py")
+        options.episodes = options.episodes or (10 if tasks else 100)
+        (evaluate_population if several else evaluate_tasks if tasks else evaluate_policy)(module, args, options)
+        return 0
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if type(error).__name__ != "UserError":  # ours or the imported file's
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+# === Of appo_dmlab.py: one task after the other =======================================================================
+
+
+def evaluate_tasks(module, args, options: Options) -> list[float]:
+    """Plays episodes of each task, on its test level where it has one. Prints the raw returns, and how far they are on
+    the way from random actions to people. Returns their means."""
+    place = dict(train_dir=str(options.folder.parent), experiment=options.folder.name)  # the engines have folders there
+    args, trained = replace(args, test_levels=True, **place), module.saved_args(options.folder)["env_id"]
+    chosen = module.tasks_of(args)
+    module.check_level(args)  # of what is played; the data sets of other tasks need not be here
+    # Environments of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
+    count = 1 if options.watch else min(options.episodes, 16 if len(chosen) == 1 else 4)
+    changes = dict(num_envs_per_worker=count, one_task_per_worker=True, env_id=trained)
+    agent, args, step = module.load_agent(options.folder, options.kind(), **asdict(args) | changes)
+    tasks = module.tasks_of(args)
+    if unknown := [task for task in chosen if task not in tasks]:
+        raise UserError(f"{options.folder} was trained on {trained}, not on {', '.join(unknown)}")
+    args.num_workers = len(tasks)  # task i has the rows of "worker" i, though all play in this process, one by one
+    print(f"{options.episodes} episodes a task, {options.actions()}, step {step:,}: mean return +- standard deviation")
+    means, scores = [], []
+    for task in chosen:
+        returns = play(module, agent, args, options, task, tasks.index(task))
+        if len(returns) < options.episodes:  # the window was closed
+            break
+        means.append(float(np.mean(returns)))
+        text = f"{module.task_of(task).test or task:40} {means[-1]:8.2f} +- {np.std(returns):6.2f}"
+        if task in module.TASKS:
+            scores.append(module.human_normalized(task, means[-1]))
+            text += f"   {scores[-1]:6.1f} % of people"
+        print(text)
+        options = replace(options, save_video=False)  # it is of the first task
+    if len(scores) == len(chosen) > 1:
+        capped = np.mean(np.minimum(scores, 100))
+        print(f"mean over tasks: {np.mean(scores):.1f} % of people, each capped at 100: {capped:.1f} %")
+    return means
+
+
+# === Of appo_pbt_doom.py: several policies ============================================================================
+
+
+@torch.inference_mode()
+def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...], list[int]]:
+    """Plays with checkpoints. With one agent every policy plays `options.episodes` episodes; with several each two
+    policies play as many matches, half of them with their places exchanged. Prints a table. Returns wins, losses and
+    ties of each pair, by frags (by return, where there are none), or against bots, by who is first."""
+    names, agents, frameskips = [], [], set()
+    folders = [Path(os.path.abspath(folder)) for folder in (options.folder, *options.opponents)]
+    for folder in folders:
+        name = os.path.relpath(folder, os.path.commonpath([other.parent for other in folders]))
+        for policy in options.policies or range(module.Args(**module.saved_args(folder)).num_policies):
+            changes = asdict(args)
+            if folder != folders[0]:  # of another run its own, but for these
+                changes = {key: changes[key] for key in ("device", "seed", "precision", *module.ENV)}
+            agent, used, _ = module.load_agent(folder, policy, options.kind(), **changes)
+            names.append(f"{name}/{policy}" if options.opponents else f"{policy}")
+            agents.append(agent)
+            frameskips.add(used.frameskip)
+    if len(frameskips) > 1:
+        raise UserError(f"--opponents: these were trained with different frameskips: {frameskips}")
+    spaces, seats = module.spaces_of(used)
+    if options.watch:
+        agents = agents[: min(seats, 2)]
+    table, per_env = lineups(len(agents), seats, options)
+    rows = np.bincount(table.ravel(), minlength=len(agents))
+    # Rewards are not shaped, since the coefficients in a mailbox stay 0: scores are raw
+    mailboxes = [module.Mailbox(spaces, int(count), len(module.shaping_of(used))) for count in rows]
+    device = torch.device(used.device)
+    states = [torch.zeros(count, agent.state_size, device=device) for count, agent in zip(rows, agents)]
+    played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its agents
+    with contextlib.ExitStack() as stack:
+        envs = module.WorkerEnvs(used, 0, table[None], [mailbox.arrays() for mailbox in mailboxes], used.seed)
+        stack.enter_context(contextlib.closing(envs))
+        envs.reset(0)
+        first, sitting = envs.splits[0][0]
+        title = f"{used.env_id}, policy {' against '.join(names[policy] for policy in table[0])}"
+        metadata, render = getattr(first, "metadata", {}), getattr(first, "render", None)
+        drawing = stack.enter_context(contextlib.closing(Drawing(options, title, metadata, render)))
+        bar = stack.enter_context(tqdm(total=per_env * len(table), desc="episodes", disable=None, leave=False))
+        while min(map(len, played)) < per_env:
+            if first.agents and not drawing.step(next(iter(sitting.values())).totals[0]):
+                break
+            for c, (agent, mailbox) in enumerate(zip(agents, mailboxes)):
+                obs = {name: part.to(device)[None] for name, part in mailbox.obs.items()}
+                logits, _, states[c] = agent(obs, mailbox.first.to(device)[None], states[c])
+                mailbox.action[:] = module.sample_actions(logits[0], agent.heads, options.likeliest)[0].cpu()
+            envs.step(0)
+            for e, (_, seated) in enumerate(envs.splits[0]):
+                for i, seat in enumerate(seated.values()):
+                    if seat.mailbox.episode[seat.row, 2]:
+                        ended[e][i] = seat.mailbox.episode[seat.row].tolist()
+                if len(ended[e]) == seats:
+                    if len(played[e]) < per_env:  # the same for each: taking the first to end would favour short ones
+                        played[e].append([ended[e][i] for i in range(seats)])
+                        bar.update()
+                    ended[e] = {}
+    return print_results(module.SCORES, names, table, played)
+
+
+def lineups(policies: int, seats: int, options: Options) -> tuple[np.ndarray, int]:
+    """[environment, seat] -> the policy that plays there, and the number of episodes that each environment plays."""
+    groups = [(i,) for i in range(policies)]
+    if seats > 1:
+        groups = list(itertools.combinations(range(policies), 2)) or [(0, 0)]  # one policy against itself
+    table = np.array([[group[(seat + turn) % len(group)] for seat in range(seats)]
+                      for group in groups for turn in range(len(group))])  # fmt: skip
+    if options.watch:
+        return table[:1], options.episodes
+    # The same several times makes larger batches. Each of them must be played as often.
+    turns = len(groups[0])
+    copies = [n for n in range(1, 16 // len(table) + 1) if options.episodes % (turns * n) == 0]
+    table = np.tile(table, (max(copies, default=1), 1))
+    return table, -(-options.episodes * len(groups) // len(table))
+
+
+def print_results(scores: tuple[str, ...], names: list[str], table: np.ndarray, played: list) -> dict:
+    """played [environment][match][seat] -> raw return, trained return, length and `scores` of that seat's episode."""
+    results, episodes_of = {}, [[] for _ in names]
+    place, win, frags = (3 + scores.index(name) for name in ("place", "win", "frags"))
+    for sitting, matches in zip(table, played):
+        sides = sorted(set(sitting))
+        pair = tuple(names[side] for side in sides)
+        for episodes in matches:
+            for policy, episode in zip(sitting, episodes):
+                episodes_of[policy].append(episode)
+            if len(sitting) == 1 and episodes[0][place]:
+                key, ahead = (*pair, "bots"), episodes[0][win] or 1 - episodes[0][place]  # 0: first, but not alone
+            elif len(sides) == 2:
+                score = frags if episodes[0][place] else 0  # where it is no match of Doom the return
+                one, two = (sum(episode[score] for episode, seat in zip(episodes, sitting) if seat == side)
+                            for side in sides)  # fmt: skip
+                key, ahead = pair, one - two
+            else:
+                continue
+            results.setdefault(key, [0, 0, 0])[0 if ahead > 0 else 1 if ahead < 0 else 2] += 1
+    for name, episodes in zip(names, episodes_of):
+        if episodes:
+            mean, std = np.mean(episodes, 0), np.std(episodes, 0)
+            text = "".join(f", {score} {value:.2f}" for score, value in zip(scores, mean[3:]) if value)
+            print(f"policy {name}: {len(episodes)} episodes, return {mean[0]:.2f} +- {std[0]:.2f} (standard deviation)"
+                  f"{text}")  # fmt: skip
+    for (one, two), (wins, losses, ties) in results.items():
+        print(f"{one} against {two}: {wins} wins, {losses} losses, {ties} ties; "
+              f"{wilson(wins, wins + losses)} of the decided")  # fmt: skip
+    return results
+
+
+def wilson(wins: int, matches: int) -> str:
+    """A share with its 95 % interval (Wilson 1927)."""
+    if matches == 0:
+        return "none"
+    p, z2, n = wins / matches, 1.96**2, matches
+    middle, width = p + z2 / (2 * n), math.sqrt(z2 * (p * (1 - p) + z2 / (4 * n)) / n)
+    low, high = ((middle + sign * width) / (1 + z2 / n) for sign in (-1, 1))
+    return f"{p:.0%} ({low:.0%} to {high:.0%})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
