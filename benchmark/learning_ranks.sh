@@ -9,12 +9,12 @@ cd "$(dirname "$0")/.."
 small="num-workers=1 num-envs-per-worker=8 batch-size=256"
 for seed in 1 2 3; do
     for ranks in 1 2 4; do
-        launcher="torchrun --standalone --nproc-per-node $ranks"
-        [ $ranks = 1 ] && launcher=python && same="num-workers=2 batch-size=1024"
+        run="torchrun --standalone --nproc-per-node $ranks appo_doom_multigpu.py"
+        [ $ranks = 1 ] && run="python appo_doom.py" && same="num-workers=2 batch-size=1024"
         [ $ranks = 2 ] && same="num-workers=1 batch-size=512"
         [ $ranks = 4 ] && same=$small
         python benchmark/seeds.py --seeds $seed --folder "$out/$ranks" --out "$out/seeds_ranks_$ranks.csv" --goals 75 \
-            --settings "$same" "$small" -- $launcher appo_doom.py --env-id basic --total-timesteps 100000 --device cpu
+            --settings "$same" "$small" -- $run --env-id basic --total-timesteps 100000 --device cpu
     done
 done
 cp "$out"/seeds_ranks_?.csv benchmark/results
