@@ -8,16 +8,17 @@
 #     "tensorboard==2.21.0",
 #     "tqdm==4.70.1",
 #     "envpool==1.2.5",
-#     "imageio[ffmpeg]==2.38.1",
 # ]
 # ///
+# appo_atari_replay.py $Id$
 """Asynchronous PPO with V-trace on Atari, in whose batches old rollouts are replayed beside the fresh ones.
 
-    python appo_atari_replay.py --env-id Pong-v5                                   # half of each batch, drawn uniformly
+    python appo_atari_replay.py --env-id Pong-v5    # half of each batch is replayed, drawn uniformly
     python appo_atari_replay.py --env-id Breakout-v5 --replay elite --replay-rollouts 2000
+    python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
 A deliberate edit of appo_atari.py. What differs: a slot that was learned from is KEPT until it is the oldest one and
-room is needed, `Learner.add_replayed` chooses which of these are learned from again, and `appo_loss` has another policy
+room is needed, `Learner.choose_replayed` says which of these are learned from again, and `appo_loss` has another policy
 gradient for old samples and holds the policy near the one that acted. All else is the same text.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
@@ -38,10 +39,10 @@ gradient for old samples and holds the policy near the one that acted. All else 
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* is what it does with the slots that it takes at once, those of `num_batches_per_epoch` batches. A *step*
-is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that is
-published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
-that chose its action.
+An *iteration* begins when the learner takes the slots of `num_batches_per_epoch` batches at once, passes `num_epochs`
+times over them, and ends when it gives them back. A *step* is one decision of the agent, a *frame* one tick of the
+engine (frames = steps x frameskip). Every policy that is published has a *version*, one higher than the last; the *lag*
+of a sample is the learner's version minus the version that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -62,31 +63,33 @@ import difflib
 import faulthandler
 import fcntl
 import functools
+import importlib.metadata
 import json
+import multiprocessing.dummy
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import queue
 import random
 import resource
-import select
 import selectors
 import shutil
 import signal
 import sys
 import threading
 import time
+import traceback
+import zlib
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import envpool
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -95,6 +98,10 @@ from envpool.atari.registration import atari_game_list
 from tqdm import tqdm
 
 # === Args =============================================================================================================
+
+
+Value = TypeVar("Value")
+Auto = Annotated[Value | None, tyro.conf.arg(help_behavior_hint="")]  # None: the field's help says what the default is
 
 
 @dataclass
@@ -112,48 +119,45 @@ class Args:
     actions, no FIRE and only the one no-op that EnvPool always plays. (Their own frameskip is 5, and games end after 5
     minutes.)"""
     seed: int = 1  # of the network, of the action sampling and of the environments
-    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
-    train_for_seconds: float | None = None  # stop after this many seconds of learning in this session
-    device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one; under torchrun each rank has its own
+    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions
+    train_for_seconds: Auto[float] = None  # stop after this many seconds of learning in this session
+    device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
-    experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
+    experiment: Auto[str] = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
     keep_checkpoints: int = 2  # how many of the latest checkpoints are kept
-    evaluate: bool = False  # play with a checkpoint of `experiment` instead of training
-    eval_episodes: int = 100  # number of episodes to play
-    eval_deterministic: bool = False  # play the likeliest action instead of a sampled one
-    load_checkpoint_kind: Literal["latest", "best"] = "latest"  # which checkpoint to play with
-    save_video: bool = False  # write the first minute of one environment's episodes to <experiment>/video.mp4
 
     # --- sampling
-    num_workers: int | None = None
-    """actor processes (under torchrun: of each rank). Default: the cores this process may use. 0: one actor, a thread
-    of this process, to debug (implies sync)"""
+    num_workers: Auto[int] = None
+    """actor processes. Default: the cores this process may use. 0: one actor, a thread of this process, to debug
+    (implies sync)"""
     num_envs_per_worker: int = 16  # environments per worker
-    worker_num_splits: int | None = None
+    worker_num_splits: Auto[int] = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
-    with CUDA and an even number of environments, else 1 (on a CPU the network uses the core of who waits)"""
+    with CUDA and an even number of environments, else 1 (on a CPU the network would use the core meanwhile)"""
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """seconds after which a step of an actor's environments, or the start of one, counts as hung (Ctrl-Z, too)"""
-    inference_threads: int | None = None  # CPU threads of inference (of each rank). Default: by the number of cores
-    learner_threads: int | None = None  # CPU threads of the learner (of each rank). Default: by the number of cores
+    """seconds after which a step of an actor's environments counts as hung (Ctrl-Z, too), and that each of them has to
+    start; 0: no limit"""
+    inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
+    learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: int | None = None
-    """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near
-    rows * rollout / 4 / num_batches_per_epoch, from 256 to 8192; with sync an epoch's are rows * rollout together"""
+    batch_size: Auto[int] = None
+    """samples per optimiser step, a multiple of rollout. Default: a power of 2 near rows * rollout / 4 /
+    num_batches_per_epoch, from 256 to 8192; with sync exactly rows * rollout / num_batches_per_epoch are fresh"""
     num_batches_per_epoch: int = 1
-    """batches that an iteration collects; each epoch deals their rollouts out anew, with an optimiser step for each"""
-    num_epochs: int = 1  # passes over what was collected; with --sync the ratio is 1 in the first step: no clipping
+    """batches of an iteration (Sample Factory's name). Each epoch deals its rollouts out to them anew; each batch is an
+    optimiser step"""
+    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in its first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
-    max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
+    max_policy_lag: int = 100  # fresh samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 2.5e-4  # of Adam
     anneal_lr: bool = False  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
@@ -173,7 +177,6 @@ class Args:
     """normalise every pixel by its running mean and variance, so that a small ball stands out; off: pixels / 255"""
     encoder: Literal["nature", "impala"] = "nature"
     """the convolutions of Mnih et al. (2015), or the residual ones of Espeholt et al. (2018)"""
-    last_action_reward: bool = False  # the network also sees the last action and reward; zeros as an episode begins
     rnn_type: Literal["gru", "lstm", "none"] = "none"  # the recurrent core
     hidden_size: int = 512  # units of the encoder's last layer and of the recurrent core
 
@@ -181,7 +184,7 @@ class Args:
     replay: Literal["uniform", "attentive", "elite"] = "uniform"
     """which kept rollouts are learned from again: any; those that are most like where the agents are now; or those that
     the network still sees as it did when it acted. The last two by the distance of states, summed over the rollout"""
-    replay_share: float = 0.5  # share of each batch that is replayed; 0: none
+    replay_share: float = 0.5  # share of each batch that is replayed; 0: none, and nothing is kept
     replay_rollouts: int = 1000  # the newest so many are kept, on the device; each takes 0.9 MiB at 32 steps
     replay_candidates: float = 6.0
     """attentive, elite: so many times as many as are needed are drawn, and the best of these are taken; falls linearly
@@ -197,153 +200,8 @@ class Args:
     """replayed samples with KL(pi, mu) above this have no policy gradient and cut the trace (LASER has 0.3); 0: none"""
 
 
-# The ranges of numeric flags; of those not named, 1 to infinity for whole numbers and 0.0 to infinity for others
-LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0,
-              replay_candidates=1.0)  # fmt: skip
-HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, sticky_actions=1.0, replay_share=0.95, seed=2**31 - 1,
-               worker_num_splits=256)  # fmt: skip
-BATCH_SHARE, SMALLEST_BATCH = 4, 256  # default batch: a rollout of every row / BATCH_SHARE, but at least this
-# Flags of one session, not of the experiment; and what a resumed run may not change
-EVALUATION = ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video")
-SESSION, FIXED = ("train_for_seconds", "evaluate", *EVALUATION), ("env_id", "full_action_space", "machado")
-
-
 class UserError(Exception):
     """Something the user can fix; printed as one line, without a traceback."""
-
-
-def resolve(args: Args) -> Args:
-    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
-    args = copy.copy(args)
-    for name, value in asdict(args).items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            low, high = LOWEST.get(name, 1 if isinstance(value, int) else 0.0), HIGHEST.get(name, np.inf)
-            if not low <= value <= high:
-                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device.startswith("cuda") and dist.is_torchelastic_launched():  # each rank of a machine has its own GPU
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
-        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    cpu, cores, quota = torch.device(args.device).type == "cpu", len(os.sched_getaffinity(0)), np.inf
-    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
-        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
-        quota /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if args.precision == "auto":
-        if cpu:
-            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
-        else:
-            with torch.cuda.device(args.device):
-                capable = torch.cuda.is_bf16_supported(including_emulation=False)
-        args.precision = "bfloat16" if capable else "float32"
-    n = max(1, int(min(cores, quota)))
-    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
-        args.set_workers_cpu_affinity = False
-    args.num_workers = n if args.num_workers is None else args.num_workers
-    if args.num_workers == 0:
-        args.sync, args.worker_num_splits = True, 1
-    elif args.worker_num_splits is None:
-        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
-    # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
-    args.learner_threads = args.learner_threads or (1 if not cpu else n if args.sync else max(1, n // 2))
-    args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
-    if args.num_envs_per_worker % args.worker_num_splits:
-        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
-                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
-    rows = max(1, args.num_workers) * args.num_envs_per_worker
-    batches = args.num_batches_per_epoch
-    if args.batch_size is None and args.sync:  # one rollout of every row
-        args.batch_size = round(rows / batches / (1 - args.replay_share)) * args.rollout
-    elif args.batch_size is None:
-        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
-        args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
-    if args.batch_size % args.rollout:
-        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
-    fresh, replayed = parts_of_iteration(args)
-    if args.sync and fresh != rows:
-        raise UserError(f"--sync needs one fresh rollout of every row: --batch-size {args.batch_size} x {batches} "
-                        f"batches have {fresh} of {args.rollout} steps, not {rows}")  # fmt: skip
-    if args.replay_share and not (fresh and 0 < replayed <= args.replay_rollouts):
-        raise UserError(f"--replay-share {args.replay_share} makes {fresh} fresh and {replayed} replayed rollouts an "
-                        f"iteration: some of each are needed, and no more than --replay-rollouts {args.replay_rollouts}"
-                        " can be replayed")  # fmt: skip
-    return args
-
-
-def parts_of_iteration(args: Args) -> tuple[int, int]:
-    """How many of its rollouts are fresh, and how many are replayed."""
-    of_batch = args.batch_size // args.rollout
-    replayed = round(args.replay_share * of_batch)
-    return args.num_batches_per_epoch * (of_batch - replayed), args.num_batches_per_epoch * replayed
-
-
-STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
-
-
-def on_signal(number: int, frame) -> None:
-    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
-    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
-    comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
-    sent twice by a launcher, and while a checkpoint is being written it is ignored."""
-    STOP.asked_at = STOP.asked_at or time.monotonic()
-    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
-        os.write(2, b"\nstopped at once\n")
-        os._exit(130)
-
-
-# Under `torchrun` each of its processes ("ranks") runs this whole pipeline, with actors of its own, and all of them
-# take every step of the optimiser together: the step that one process would take on the union of their batches. For
-# that, each rank divides its sums by the number of samples of all ranks; then the sum over the ranks is the mean over
-# the union. Summed are the advantages and their squares, the symmetric KL and the metrics (appo_loss), the loss and the
-# gradients (Learner.update), the statistics of the inputs (Normalizer), and the counts of an iteration
-# (Learner.sum_counts). Without `torchrun` the functions below do nothing.
-
-
-def join_ranks() -> None:
-    """Meets the other ranks, and takes this one's share of the machine's cores."""
-    if not dist.is_torchelastic_launched():
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: the kernel stops us when the launcher is killed
-    i, n = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // n  # the same for all: they wait for the slowest
-    os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
-    store, rank, ranks = next(dist.rendezvous("env://"))
-    if n == ranks:  # one machine: after a restart its store still has the addresses of the dead, and NCCL's last error
-        store.delete_key("exception_dump")
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-
-
-def rank_of() -> tuple[int, int]:
-    """This process's rank, and the number of ranks: 0 and 1 without `torchrun`."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
-    """In place, and equal on all ranks to the bit. Without `torchrun` x as it is."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-def from_first_rank(function):
-    """What `function` returns on rank 0, where alone it is called. If it raises there, the others end in silence."""
-    if not dist.is_initialized():
-        return function()
-    result = [None]
-    try:
-        if dist.get_rank() == 0:
-            result = [(function(),)]
-    finally:
-        dist.broadcast_object_list(result)
-        if not result[0]:
-            dist.destroy_process_group()  # its threads could turn this end into a crash
-    return result[0][0] if result[0] else sys.exit(0)
 
 
 # === Environment ======================================================================================================
@@ -366,11 +224,14 @@ class AtariEnvs(gym.vector.VectorEnv):
     Some games (RoadRunner) may end there, unreported by EnvPool: that step begins a new game, and has `game_over`.
     """
 
-    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"]}
-
     def __init__(self, args: Args, num_envs: int):
+        self.metadata = dict(autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP, render_modes=["rgb_array"],
+                             render_fps=TICKS_PER_SECOND / args.frameskip)  # fmt: skip
         games = {"".join(map(str.capitalize, game.split("_"))) + "-v5" for game in atari_game_list}
         if args.env_id not in games:
+            module, *_ = envpool.registration.registry.specs.get(args.env_id, ("",))
+            if module in ("envpool.mujoco.gym", "envpool.mujoco.dmc"):
+                raise UserError(f"{args.env_id} is no Atari game: appo_mujoco.py trains on it")
             folded = {game.casefold(): game for game in games}
             near = difflib.get_close_matches(args.env_id.casefold(), folded, cutoff=0.3) or ["breakout-v5"]
             names = " or ".join(folded[name] for name in near)
@@ -431,15 +292,10 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, and take
     Discrete or MultiDiscrete actions. `Agent` sees one uint8 image [height, width, channels], at least 36 x 36, alone
     or as `obs` in a Dict beside float vectors. In every step's `info` there may be `raw_reward`, a float that scores
-    are sums of, and `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life. Actors
-    cannot start processes of multiprocessing (AsyncVectorEnv).
+    are sums of; `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life; and what
+    else EPISODE names. Actors cannot start processes of multiprocessing (AsyncVectorEnv).
     """
     return AtariEnvs(args, num_envs)
-
-
-def heads_of(action_space: gym.Space) -> tuple[int, ...]:
-    """Number of actions of each of its independent heads."""
-    return tuple(map(int, np.atleast_1d(getattr(action_space, "nvec", getattr(action_space, "n", 0)))))
 
 
 class Spaces(NamedTuple):
@@ -459,26 +315,37 @@ def spaces_of(args: Args) -> Spaces:
     with contextlib.closing(make_envs(args, 1)) as envs:  # starts no engine
         obs, action = by_name(envs.single_observation_space), envs.single_action_space
         mode = envs.metadata.get("autoreset_mode")
+    if isinstance(envs, gym.vector.AsyncVectorEnv):
+        raise UserError("make_envs must not return an AsyncVectorEnv: actors cannot start processes")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    boxes = all(isinstance(space, gym.spaces.Box) for space in obs.values())
-    if not boxes or not isinstance(action, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)) or np.any(action.start):
+    if isinstance(action, gym.spaces.Discrete) and action.start == 0:
+        heads = (int(action.n),)
+    elif isinstance(action, gym.spaces.MultiDiscrete) and action.nvec.ndim == 1 and not action.start.any():
+        heads = tuple(action.nvec.tolist())
+    else:
+        heads = ()
+    if not heads or not all(isinstance(space, gym.spaces.Box) for space in obs.values()):
         raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
-                        "Discrete or MultiDiscrete from 0 on")  # fmt: skip
-    heads = heads_of(action)
-    if args.last_action_reward:  # WorkerEnvs writes it: the action one-hot, the reward as it is trained on
-        obs["last_action_reward"] = gym.spaces.Box(-np.inf, np.inf, (sum(heads) + 1,), np.float32)
+                        "Discrete or MultiDiscrete of one dimension, from 0 on")  # fmt: skip
     return Spaces(obs, heads)
 
 
 # === Mailbox and rollouts =============================================================================================
 
 
-def tensors(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Room for observations, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
-    kinds = {name: "float32" if space.dtype.kind == "f" else space.dtype.name for name, space in spaces.obs.items()}
-    return {name: torch.zeros((*shape, *space.shape), dtype=getattr(torch, kinds[name]), device=device)
-            for name, space in spaces.obs.items()}  # fmt: skip
+# What is summed over each episode, and reported as the mean of the last 100 of them: the environment's own reward, the
+# reward as it is trained on, and 1 a step. A name of your own, added here, is summed over the environment's info[name].
+EPISODE = ("episodic_return", "episodic_return_trained", "episodic_length")
+
+
+def room_for(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Observations of zeros, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
+    room = {}
+    for name, space in spaces.obs.items():
+        dtype = torch.float32 if space.dtype.kind == "f" else getattr(torch, space.dtype.name)
+        room[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
+    return room
 
 
 class Mailbox:
@@ -489,18 +356,17 @@ class Mailbox:
 
     def __init__(self, spaces: Spaces, rows: int):
         # written by the actor, between a reply and its next request
-        self.obs = tensors(spaces, rows)  # the current observation
+        self.obs = room_for(spaces, rows)  # the current observation
         self.reward = torch.zeros(rows)  # of the action before it, after scale and clip
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
-        # of the episode that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended)
-        self.episode = torch.zeros(rows, 3)
+        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now (a length of 0: none did)
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        for field in fields_of(self):
-            field.share_memory_()
+        # of no row: checksum of the traceback that an actor printed last; others that die of the same do not repeat it
+        self.printed = torch.zeros(1, dtype=torch.int64)
 
-    def numpy(self) -> SimpleNamespace:
+    def arrays(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
         arrays = {name: field.numpy() for name, field in vars(self).items() if name != "obs"}
         return SimpleNamespace(obs={name: part.numpy() for name, part in self.obs.items()}, **arrays)
@@ -509,48 +375,60 @@ class Mailbox:
 class Rollouts:
     """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
     device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
-    asking the device. They start as NaN: where a slot was read before it was written, the loss would not be finite.
+    asking the device. What is a float starts as NaN: were a slot read before it is written, the loss would say so.
 
     A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
     `Learner.collect` makes it LEARNING, `Learner.keep` KEPT and, when it is the oldest of these, FREE.
     """
 
-    def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, features: int, device: torch.device):
+    def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device, features: int = 0):
         # on the device; T + 1: with the observation that the last value is bootstrapped from
-        self.obs = tensors(spaces, T + 1, slots, device=device)
+        self.obs = room_for(spaces, T + 1, slots, device=device)
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy: clipping, cloning
+        self.logits = torch.full((T, slots, sum(spaces.heads)), torch.nan, device=device)  # of the acting policy
+        self.features = torch.full((T, slots, features), torch.nan, device=device)  # its last hidden layer, if compared
         self.rnn_state = torch.zeros((slots, state_size), device=device)  # at obs[0], before `first[0]` zeroes it
-        self.logits = torch.full((T, slots, sum(spaces.heads)), torch.nan, device=device)  # by the acting policy
-        self.features = torch.full((T, slots, features), torch.nan, device=device)  # its last hidden layer, if used
         # on the host
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
         self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
-        # by the learner alone: the step at which it learned from the slot first; how often again, 0 for a fresh one
-        self.learned_at, self.times_replayed = np.zeros((2, slots), np.int64)
+        # by the learner alone: the step at which the slot was KEPT, -1 before; how often replayed since, 0 if fresh
+        self.learned_at, self.times_replayed = np.full(slots, -1), np.zeros(slots, np.int64)
+
+
+def parts_of_iteration(args: Args) -> tuple[int, int]:
+    """How many of its rollouts are fresh, and how many are replayed."""
+    of_batch = args.batch_size // args.rollout
+    replayed = round(args.replay_share * of_batch)
+    return args.num_batches_per_epoch * (of_batch - replayed), args.num_batches_per_epoch * replayed
 
 
 def slots_needed(args: Args) -> int:
-    """A slot for every row to fill, and `max_batches_ahead` iterations FULL, of `count` rollouts each. count + n rule
-    out deadlock: when every group waits for its n slots and the learner for its count, none is FILLING and fewer than
-    count are FULL, so at least n are free.
+    """With `sync` the slots of one iteration, one for every row: none is FREE before the update has been published.
+    That is all that `sync` is; what else it changes are defaults and checks in `resolve`.
 
-    What `sync` is: as many slots as one iteration, one for every row, which `Learner.iterate` gives back only after the
-    update. What else it changes are defaults and checks in `resolve`."""
-    count, _ = parts_of_iteration(args)
-    n = args.num_envs_per_worker // args.worker_num_splits
+    Without it a slot for every row to fill, one iteration LEARNING, and `max_batches_ahead` FULL. These are never too
+    few: when all groups wait for slots and the learner for an iteration, none is FILLING or LEARNING and less than an
+    iteration is FULL, so there is a FREE slot for every row."""
+    iteration, _ = parts_of_iteration(args)
     if args.sync:
-        return count
-    return max(args.num_workers * args.num_envs_per_worker, count + n) + args.max_batches_ahead * count
+        return iteration
+    return args.num_workers * args.num_envs_per_worker + (1 + args.max_batches_ahead) * iteration
 
 
 def slots_kept(args: Args) -> int:
-    """How many more there are for what is replayed. They are KEPT from the start, when nothing is in them; as each slot
-    that becomes KEPT makes another one FREE, none of the above changes."""
+    """How many more there are for what is replayed. So many are KEPT at any time, at first with nothing in them: as
+    each slot that becomes KEPT makes another one FREE, what is said above holds for the others. Both happen after the
+    last step of an iteration: nothing is overwritten while it is learned from."""
     return args.replay_rollouts if args.replay_share else 0
+
+
+def compares_features(args: Args) -> bool:
+    """Whether what is replayed is chosen by the last hidden layer, so that inference stores it."""
+    return args.replay_share > 0 and args.replay != "uniform" and args.replay_distance != "kl"
 
 
 def fields_of(memory: Mailbox | Rollouts) -> list:
@@ -562,34 +440,14 @@ def mebibytes(memory: Mailbox | Rollouts) -> float:
     return sum(field.nbytes for field in fields_of(memory)) / 2**20
 
 
-def check_shared_memory(spaces: Spaces, rows: int) -> None:
-    """Raises UserError when /dev/shm has no room for the mailbox and the engines: later the kernel would kill the
-    run."""
-    rows *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of all ranks on this machine
-    needed = rows * (sum(part.nbytes for part in tensors(spaces, 1).values()) + 64 + ENV_SHARED_MEMORY)
-    free = shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
-                        "environments or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
-
-
-def check_rollout_memory(args: Args, one: Rollouts) -> None:
-    """Raises UserError where the slots, of which `one` is one, leave the device no room to learn: later CUDA, or the
-    kernel, would end the run."""
-    device, needed = one.logits.device, (slots_needed(args) + slots_kept(args)) * mebibytes(one)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] / 2**20
-    else:
-        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of all ranks on this machine
-        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**10
-        with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max"
-            free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**20)
-    if needed > 0.8 * free:
-        raise UserError(f"--replay-rollouts {args.replay_rollouts} need {needed:,.0f} MiB of {free:,.0f} that are free;"
-                        " a fifth must remain")  # fmt: skip
-
-
 # === Agent ============================================================================================================
+
+
+def moments(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """x [N, ...] -> N, and over these the mean and the variance [...]."""
+    n = len(x)
+    mean = x.sum(0) / n
+    return n, mean, (x - mean).square_().sum(0) / n
 
 
 class Normalizer(nn.Module):
@@ -615,18 +473,18 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        """x [N, *shape], finite, of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque
-        1979)."""
-        x = x[valid].float() / self.unit  # waits for the device, as `Learner.update` has just done
-        n = int(sum_over_ranks(torch.tensor(len(x))))
+        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
+        Raises FloatingPointError, and changes neither, where they would not be finite."""
+        n, mean, var = moments(x[valid].float() / self.unit)  # waits for the device, as `Learner.step` has just done
         if n == 0:
             return
-        mean = sum_over_ranks(x.sum(0) / n)
-        var = sum_over_ranks((x - mean).square_().sum(0) / n)
         total = self.count + n
         delta = mean - self.mean
-        self.var.copy_((self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total)
+        var = (self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total
+        if not var.isfinite().all():
+            raise FloatingPointError("an observation is not finite, or its square is not")
         self.mean.add_(delta * (n / total))
+        self.var.copy_(var)
         self.count.copy_(total)
         std = (self.var + 1e-5).sqrt()
         self.scale.copy_(1 / (self.unit * std))
@@ -669,7 +527,7 @@ class Agent(nn.Module):
     def __init__(self, spaces: Spaces, args: Args):
         """Raises UserError for observations that it cannot see."""
         super().__init__()
-        self.heads, self.rnn_type, self.normalize = spaces.heads, args.rnn_type, args.normalize_input
+        self.heads, self.rnn_type = spaces.heads, args.rnn_type
         self.bfloat16 = args.precision == "bfloat16"
         self.normalizers = nn.ModuleDict({
             name: Normalizer(space.shape, unit=255.0 if space.dtype == np.uint8 else 1.0)
@@ -677,9 +535,10 @@ class Agent(nn.Module):
             if space.dtype == np.uint8 or space.dtype.kind == "f" and args.normalize_input
         })  # fmt: skip
         image, self.vectors = spaces.obs.get("obs"), [name for name in spaces.obs if name != "obs"]
-        seen = image is not None and image.dtype == np.uint8 and len(image.shape) == 3
+        seen = image is not None and image.dtype == np.uint8 and len(image.shape) == 3 and min(image.shape[:2]) >= 36
         if not seen or any(len(spaces.obs[name].shape) != 1 for name in self.vectors):
-            raise UserError(f"this network sees a uint8 image `obs` and vectors, not {spaces.obs}")
+            raise UserError("this network sees an image `obs`, uint8 [height, width, channels] of at least 36 x 36, "
+                            f"and vectors; not {spaces.obs}")  # fmt: skip
         height, width, channels = image.shape
         if args.encoder == "nature":
             layers = [
@@ -758,10 +617,9 @@ class Agent(nn.Module):
         return x, state
 
     def update_normalizers(self, obs: dict[str, torch.Tensor], valid: torch.Tensor) -> None:
-        """obs by name [T or T+1, B, ...], valid bool [T, B]"""
-        if self.normalize:
-            for name, normalizer in self.normalizers.items():  # of every fourth step: neighbours in time hardly differ
-                normalizer.update(obs[name][: len(valid) : 4].flatten(0, 1), valid[::4].flatten())
+        """obs by name [N, ...], of which bool valid [N] count"""
+        for name, normalizer in self.normalizers.items():
+            normalizer.update(obs[name], valid)
 
 
 def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
@@ -791,6 +649,15 @@ def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[i
         # (KL(p|u) + KL(u|p)) / 2 with KL(p|u) = log n - H(p) and KL(u|p) = -log n - mean log p
         symmetric_kl = symmetric_kl + 0.5 * (-head_entropy - logp.sum(-1) / possible.sum(-1))
     return logprob, entropy, symmetric_kl
+
+
+def kl_divergence(p: torch.Tensor, q: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+    """KL(p, q) of two policies by their logits [..., sum(heads)] -> [...], summed over the independent heads."""
+    total = 0.0
+    for one, two in zip(p.split(heads, dim=-1), q.split(heads, dim=-1)):
+        logp, logq = one.log_softmax(-1), two.log_softmax(-1)
+        total = total + (logp.exp() * torch.where(one > -torch.inf, logp - logq, 0.0)).sum(-1)
+    return total
 
 
 # === V-trace and the loss =============================================================================================
@@ -823,7 +690,7 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
 
 
 class Batch(NamedTuple):
-    """Rollouts on the learner's device, [time, rollout, ...]: B of one optimiser step, or all of an iteration."""
+    """The rollouts of one optimiser step, on the learner's device, [time, rollout, ...]."""
 
     obs: dict[str, torch.Tensor]  # by name [T+1, B, ...]
     first: torch.Tensor  # bool [T+1, B]
@@ -833,26 +700,26 @@ class Batch(NamedTuple):
     values: torch.Tensor  # float32 [T, B]
     rewards: torch.Tensor  # float32 [T, B]
     terminated: torch.Tensor  # bool [T, B]
-    logits: torch.Tensor  # float32 [T, B, sum(heads)], by the acting policy
+    logits: torch.Tensor  # float32 [T, B, sum(heads)], of the acting policy
     replayed: torch.Tensor  # bool [T, B]
     mask: torch.Tensor  # bool [T, B]: valid and, if fresh, younger than max_policy_lag: what the losses average over
     restarts: list[int]  # see Agent.forward; on the host
 
 
-def kl_divergence(p: torch.Tensor, q: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
-    """KL(p, q) of two policies by their logits [..., sum(heads)] -> [...], summed over the independent heads."""
-    total = 0.0
-    for one, two in zip(p.split(heads, dim=-1), q.split(heads, dim=-1)):
-        logp, logq = one.log_softmax(-1), two.log_softmax(-1)
-        total = total + (logp.exp() * torch.where(one > -torch.inf, logp - logq, 0.0)).sum(-1)
-    return total
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """x [..., T, B], mask bool [T, B] -> [...]: the mean over the samples in the mask (NaN where there is none)."""
+    return (x * mask).sum((-2, -1)) / mask.sum()
 
 
 def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped losses with V-trace's targets, over the samples in `batch.mask`. Of replayed ones V-trace's own
-    policy gradient (Espeholt et al. 2018, section 4.2), because most of their ratios are outside PPO's band, where it
-    has none; and what holds policy and values near those at acting time (CLEAR, Rolnick et al. 2018, section 3).
-    Returns the loss and metrics, on the device."""
+    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device.
+
+    Of replayed samples V-trace's own policy gradient (Espeholt et al. 2018, section 4.2), because most of their ratios
+    are outside PPO's band, where it has none; no clip of the value; and what holds policy and values near those at
+    acting time (CLEAR, Rolnick et al. 2018, section 3).
+
+    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
+    of acting is one more field of `Rollouts`, written in `Inference.act` and copied in `Learner.gather`."""
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
@@ -861,22 +728,16 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     rho = torch.where(batch.replayed, log_ratio.detach().clamp(max=np.log(20.0)).exp(), ratio.detach())
     now, threshold = logits[:-1].detach(), args.replay_kl_mask or torch.inf  # LASER, Schmitt et al. 2019
     near = ~(batch.replayed & (kl_divergence(now, batch.logits, agent.heads) > threshold))
-    discounts, valid = args.gamma * ~batch.terminated, ~batch.first[1:] & near
-    vs, advantages = vtrace(rho, values.detach(), batch.rewards, discounts, valid,
+    discounts = args.gamma * ~batch.terminated
+    vs, advantages = vtrace(rho, values.detach(), batch.rewards, discounts, ~batch.first[1:] & near,
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
 
-    weight = batch.mask.float()
-    n = sum_over_ranks(weight.sum())
-
-    def mean(x: torch.Tensor) -> torch.Tensor:  # [..., T, B]; under torchrun this rank's share of all ranks' mean
-        return (x * weight).sum((-2, -1)) / n
-
+    mean = functools.partial(masked_mean, mask=batch.mask)
     # Each kind around its own mean: a common one would make all replayed actions more likely, or all less.
     for kind in (batch.replayed & near, ~batch.replayed):
-        share = sum_over_ranks(mean(kind.float())).clamp(min=1e-8)
-        advantages = advantages - kind * sum_over_ranks(mean(advantages * kind)) / share
-    advantages = near * advantages
-    advantages = advantages / sum_over_ranks(mean(advantages.square())).sqrt().clamp(min=1e-7)
+        advantages = advantages - kind * masked_mean(advantages, batch.mask & kind).nan_to_num()
+    advantages = advantages * near
+    advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     surrogate = torch.min(ratio * advantages, clipped * advantages)
     gradient = rho.clamp(max=args.vtrace_rho) * logprobs * advantages
@@ -890,14 +751,14 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     if args.exploration_loss == "entropy":
         exploration = -entropy
     else:  # off while its mean is above 30, as in Sample Factory
-        exploration = symmetric_kl * (sum_over_ranks(mean(symmetric_kl.detach())) < 30.0)
-    policy_change = torch.where(batch.replayed, kl_divergence(batch.logits, logits[:-1], agent.heads), 0.0)
-    value_change = torch.where(batch.replayed, (values[:-1] - old).square(), 0.0)
-    losses = policy_losses + args.vf_coef * value_losses + args.ent_coef * exploration
-    loss = mean(losses + args.policy_cloning_coef * policy_change + args.value_cloning_coef * value_change)
+        exploration = symmetric_kl * (mean(symmetric_kl.detach()) < 30.0)
+    policy_change = batch.replayed * kl_divergence(batch.logits, logits[:-1], agent.heads)
+    value_change = batch.replayed * (values[:-1] - old).square()
+    cloning = args.policy_cloning_coef * policy_change + args.value_cloning_coef * value_change
+    loss = mean(policy_losses + args.vf_coef * value_losses + args.ent_coef * exploration + cloning)
 
     with torch.no_grad():
-        spread = (target - sum_over_ranks(mean(target))).square()
+        spread = (target - mean(target)).square()
         samples = {
             "losses/policy_loss": policy_losses,
             "losses/value_loss": value_losses,
@@ -906,6 +767,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
         }
         of_fresh = {
             "losses/approx_kl": log_ratio.exp() - 1 - log_ratio,  # http://joschu.net/blog/kl-approx.html
+            "losses/old_approx_kl": -log_ratio,  # CleanRL's name for the plain estimate
             "losses/clipfrac": (ratio != clipped).float(),
             "vtrace/rho_mean": ratio.clamp(max=args.vtrace_rho),
             "vtrace/rho_clipfrac": (ratio > args.vtrace_rho).float(),
@@ -914,14 +776,13 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
             "replay/rho_mean": rho.clamp(max=args.vtrace_rho),
             "replay/kl": policy_change,
             "replay/masked": (~near).float(),
-        } if args.replay_share else {}  # fmt: skip
-        for kind, own in ((~batch.replayed, of_fresh), (batch.replayed, of_replayed)):
-            share = sum_over_ranks(mean(kind.float())).clamp(min=1e-8)
-            samples |= {name: torch.where(kind, x, 0.0) / share for name, x in own.items()}
+        }
         stacked = torch.stack([*samples.values(), value_error, spread])
-        *means, error, variance = sum_over_ranks(mean(stacked))
+        *means, error, variance = mean(stacked)
         metrics = dict(zip(samples, means))
         metrics["losses/explained_variance"] = 1 - error / variance.clamp(min=1e-8)
+        for kind, own in ((~batch.replayed, of_fresh), (batch.replayed, of_replayed)):  # 0 where there is none
+            metrics |= zip(own, masked_mean(torch.stack([*own.values()]), batch.mask & kind).nan_to_num())
     return loss, metrics
 
 
@@ -932,32 +793,25 @@ class WorkerEnvs:
     """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; from then on the rows
     belong to the caller, until it has filled in the actions and calls `step` for that split again."""
 
-    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int, before_start=lambda: None):
-        """mailbox: its arrays; before_start: called before each environment is started, which may take seconds."""
+    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
+        """mailbox: its arrays."""
         random.seed(seed)  # for environments that draw from these: forked actors would all have the same numbers
         np.random.seed(seed)
         torch.manual_seed(seed)
         S = args.worker_num_splits
         n = args.num_envs_per_worker // S
-        self.args, self.mailbox, self.seed, self.n, self.before_start = args, mailbox, seed, n, before_start
+        self.args, self.mailbox, self.seed, self.n = args, mailbox, seed, n
         self.splits = [make_envs(args, n) for _ in range(S)]
         starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
         self.rows = [slice(start, start + n) for start in starts]
         self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
-        self.totals = np.zeros((S, n, 3))  # of the episodes under way; columns as in Mailbox.episode
+        self.totals = np.zeros((S, n, len(EPISODE)))  # of the episodes under way
 
     def reset(self, split: int) -> None:
         """Starts the split's environments."""
-        r, envs, mailbox, seed = self.rows[split], self.splits[split], self.mailbox, self.seed + split * self.n
-        # Where the vector class allows it, one by one. The reset of the whole split afterwards costs little.
-        for i, env in enumerate(getattr(envs, "envs", ())):
-            self.before_start()
-            env.reset(seed=seed + i)
-        self.before_start()
-        self.write(r, envs.reset(seed=seed)[0])
+        r, mailbox = self.rows[split], self.mailbox
+        self.write(r, self.splits[split].reset(seed=self.seed + split * self.n)[0])
         mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
-        if self.args.last_action_reward:
-            mailbox.obs["last_action_reward"][r] = 0.0
 
     def step(self, split: int) -> None:
         r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
@@ -966,13 +820,13 @@ class WorkerEnvs:
         observation, reward, terminated, truncated, info = envs.step(action)
         self.write(r, observation)
         raw_reward = info.get("raw_reward", reward)
+        if raw_reward.dtype.kind != "f":  # Gymnasium gives those of all environments the type of the first one's
+            raise TypeError(f"raw_reward must be a float, not {raw_reward.dtype}")
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
-        if self.args.last_action_reward:
-            one_hot = [np.eye(n)[a] for n, a in zip(heads_of(envs.single_action_space), mailbox.action[r].T)]
-            mailbox.obs["last_action_reward"][r] = np.column_stack([*one_hot, reward]) * ~first[:, None]
         self.ended[split] = terminated | truncated
-        totals += np.stack([raw_reward, reward, np.ones(self.n)], axis=-1) * ~first[:, None]
+        own = [info.get(name, np.zeros(self.n)) for name in EPISODE[3:]]
+        totals += np.stack([raw_reward, reward, np.ones(self.n), *own], axis=-1) * ~first[:, None]
         over = np.asarray(info.get("game_over", self.ended[split]), bool)  # not where a lost life ended it
         mailbox.episode[r] = totals * over[:, None]
         totals[over] = 0
@@ -984,11 +838,6 @@ class WorkerEnvs:
     def close(self) -> None:
         for envs in self.splits:
             envs.close()
-
-
-def env_seed(*entropy: int) -> int:
-    """The seed of a worker's first environment; environment i has seed + i. Below 2**30, so that all fit 31 bits."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
 
 
 def read_splits(pipe) -> bytes:
@@ -1004,162 +853,44 @@ def write_split(pipe, split: int) -> None:
         os.write(pipe.fileno(), bytes([split]))
 
 
-def actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
-    """What an actor does. A byte that it writes to its pipe says that the rows of that split are written. A byte that
-    it reads says that the actions of that split are. The end of the pipe is the end of the run, or of the main process.
-    """
-    # The kernel ends a process whose timer runs out. With --num-workers 0 there is none: you may be in a debugger.
-    seconds, hangup = args.actor_timeout if args.num_workers else 0.0, select.poll()
+def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
+    """An actor. A byte that it writes to its pipe says that the rows of that split are written. A byte that it reads
+    says that the actions of that split are. The end of the pipe is the end of the run, or of the main process. What it
+    dies of is on stderr: an exception, a crash in a library, or, if the timer runs out, where it was."""
+    seconds = 0.0  # no timer
+    if args.num_workers:  # else it is a thread of the main process, which may be in a debugger
+        seconds = args.actor_timeout
+        faulthandler.enable()
+        faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
+        os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
+        if core is not None:
+            os.sched_setaffinity(0, {core})  # engines inherit it: both talk twice a tic, cheapest on one core
+        os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
+        torch.set_num_threads(1)
     timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
-    hangup.register(pipe, 0)  # for no other event than that the other end is closed
-
-    def before_start() -> None:
-        timer(seconds)
-        if hangup.poll(0):
-            sys.exit()
-
-    before_start()
-    envs = WorkerEnvs(args, worker, mailbox.numpy(), seed, before_start)
-    for split in range(args.worker_num_splits):
-        envs.reset(split)
-        timer(0)
-        write_split(pipe, split)  # from here on its rows belong to inference, until a reply names it
-    while splits := read_splits(pipe):
-        for split in splits:
-            timer(seconds)
-            envs.step(split)
-            timer(0)  # waiting for actions is no hang
-            write_split(pipe, split)
-    timer(seconds)
-    envs.close()
-
-
-def actor_process(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
-    """Body of an actor process. What it dies of is on stderr: an exception, a crash in a library, or, if the timer runs
-    out, where it was, even if a library holds the interpreter's lock."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
-    os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
-    if core is not None:
-        os.sched_setaffinity(0, {core})  # engines inherit it: engine and actor talk twice a tic, cheapest on one core
-    os.nice(10)  # where cores are short, inference and learning come first: actors without actions can only wait
-    torch.set_num_threads(1)
-    actor(args, worker, seed, mailbox, pipe)
-
-
-class Actors:
-    """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
-    thread while the environments start, then the inference thread.
-
-    When an actor dies, its environments and the last transition of each of its rows are lost: the row's next
-    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
-
-    SHORT_LIFE = 1000  # requests. A worker whose actors die sooner three times in a row ends the run
-
-    def __init__(self, args: Args, inference: "Inference", session: int, log):
-        """Another `session` number gives the environments other seeds."""
-        self.args, self.inference, self.session, self.log = args, inference, session, log
-        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        self.selector, self.deaths = selectors.DefaultSelector(), 0
-        self.selector.register(inference.bell, selectors.EVENT_READ)
-        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
-        # of each worker: its actor, our end of its pipe, requests of this one, short lives in a row
-        self.workers = max(1, args.num_workers)
-        self.actors, self.pipes = [None] * self.workers, [None] * self.workers
-        self.served, self.short_lives = [0] * self.workers, [0] * self.workers
-
-    def start_all(self) -> None:
-        """Returns when every environment has been started, or the user stops the run. Raises UserError."""
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
-        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
-        multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        multiprocessing.forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-        for worker in range(self.workers):
-            self.start(worker)
-        total, n = len(self.inference.mailbox.first), self.inference.size
-        with tqdm(total=total, desc="starting environments", disable=True if rank_of()[0] else None) as bar:
-            while len(self.requests) * n < total and not STOP.asked_at:
-                self.wait(0.5)
-                bar.update(len(self.requests) * n - bar.n)
-
-    def start(self, worker: int) -> None:
-        args, allowed = self.args, sorted(os.sched_getaffinity(0))
-        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        seed = env_seed(args.seed, self.session, worker, self.deaths)
-        self.served[worker] = 0
-        self.pipes[worker], pipe = self.context.Pipe()
-        self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
-        arguments, named = (args, worker, seed, self.inference.mailbox, pipe), dict(name=f"actor {worker}", daemon=True)
-        if args.num_workers:
-            started = self.context.Process(target=actor_process, args=(core, *arguments), **named)
-        else:
-            started = threading.Thread(target=self.in_thread, args=arguments, **named)
-        started.start()
-        self.actors[worker] = started
-        # On return nothing refers to `pipe` here, so it is closed: the actor's copy is the only one, and ends with it.
-
-    def in_thread(self, *arguments) -> None:
-        self.error = RuntimeError("the actor has ended")  # by sys.exit
+    with contextlib.closing(pipe):
         try:
-            actor(*arguments)
-        except Exception as error:
-            self.error = error
-        finally:
-            arguments[-1].close()  # its end of the pipe
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits for requests, for slots that become free (the bell), or for the end. Raises UserError."""
-        S = self.args.worker_num_splits
-        for key, _ in self.selector.select(timeout):
-            worker = key.data
-            if worker is None:
-                os.eventfd_read(self.inference.bell)
-            elif splits := read_splits(key.fileobj):
-                self.requests += [worker * S + split for split in splits]
-                self.served[worker] += len(splits)
-            else:
-                self.replace(worker)
-
-    def reply(self, groups: list[int]) -> None:
-        """Gives the groups' rows back to their actors."""
-        served = set(groups)
-        self.requests = [group for group in self.requests if group not in served]
-        for group in groups:
-            worker, split = divmod(group, self.args.worker_num_splits)
-            write_split(self.pipes[worker], split)
-
-    def replace(self, worker: int) -> None:
-        """The actor has ended, and with its pipe all that it had asked for."""
-        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
-        self.selector.unregister(self.pipes[worker])
-        self.pipes[worker].close()
-        if not self.args.num_workers:  # a thread is not replaced
-            raise self.error
-        self.actors[worker].join(5)
-        self.actors[worker].kill()  # if it has closed its pipe, but lives
-        self.actors[worker].join(5)
-        how = f"died (exit code {self.actors[worker].exitcode})"
-        if self.actors[worker].exitcode == -signal.SIGALRM:
-            how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
-        self.deaths += 1
-        self.short_lives[worker] = self.short_lives[worker] + 1 if self.served[worker] < self.SHORT_LIFE else 0
-        if self.short_lives[worker] == 3:
-            raise UserError(f"actor {worker} {how}, for the third time in a row")
-        self.log(f"actor {worker} {how}; starting another")
-        self.start(worker)
-
-    def stop(self) -> None:
-        """Ends all actors: by closing their pipes, and after five seconds by force."""
-        deadline = time.monotonic() + 5
-        for pipe in filter(None, self.pipes):
-            pipe.close()
-        for process in filter(None, self.actors):
-            process.join(max(0.0, deadline - time.monotonic()))
-            if self.args.num_workers:
-                process.kill()
+            timer(seconds * args.num_envs_per_worker)
+            envs = WorkerEnvs(args, worker, mailbox.arrays(), seed)
+            for split in range(args.worker_num_splits):
+                timer(seconds * envs.n)
+                envs.reset(split)
+                timer(0)
+                write_split(pipe, split)  # from here on its rows belong to inference, until a reply names it
+            while splits := read_splits(pipe):
+                for split in splits:
+                    timer(seconds)
+                    envs.step(split)
+                    timer(0)  # waiting for actions is no hang
+                    write_split(pipe, split)
+            timer(seconds)
+            envs.close()
+        except BaseException:  # sys.exit() in an environment, too
+            text = traceback.format_exc()
+            if mailbox.printed[0] != zlib.crc32(text.encode()):
+                mailbox.printed[0] = zlib.crc32(text.encode())
+                os.write(2, f"actor {worker}:\n{text}".encode())  # in one piece: not mixed with another actor's
+            sys.exit(1)
 
 
 # === Inference ========================================================================================================
@@ -1191,12 +922,12 @@ class ActingPolicy:
     that work. So inference never sees half an update."""
 
     def __init__(self, agent: Agent, device: torch.device):
-        self.device, self.learned = device, list(agent.state_dict().values())  # updated in place
-        self.current, self.spare = (self.frozen_copy(agent) for _ in range(2))
+        self.device, self.learned = device, [*agent.parameters(), *agent.buffers()]  # updated in place
+        self.current, self.spare = self.frozen_copy(agent), self.frozen_copy(agent)
 
     def frozen_copy(self, agent: Agent) -> SimpleNamespace:
         frozen = copy.deepcopy(agent).requires_grad_(False).to(self.device)  # to() packs the core's weights for cuDNN
-        tensors = list(frozen.state_dict().values())
+        tensors = [*frozen.parameters(), *frozen.buffers()]
         return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
 
     @contextlib.contextmanager
@@ -1224,33 +955,33 @@ class Inference:
         rows, slots = max(1, args.num_workers) * args.num_envs_per_worker, slots_needed(args)
         self.size = args.num_envs_per_worker // args.worker_num_splits  # rows in a group
         self.mailbox = Mailbox(spaces, rows)
-        self.numpy = self.mailbox.numpy()
-        with_features = args.replay_share and args.replay != "uniform" and args.replay_distance != "kl"
-        sizes = agent.state_size, agent.features if with_features else 0, device
-        check_rollout_memory(args, Rollouts(spaces, args.rollout, 1, *sizes))
-        self.rollouts = Rollouts(spaces, args.rollout, slots + slots_kept(args), *sizes)
+        for field in fields_of(self.mailbox):
+            field.share_memory_()
+        self.arrays = self.mailbox.arrays()
+        features = agent.features * compares_features(args)
+        self.rollouts = Rollouts(spaces, args.rollout, slots + slots_kept(args), agent.state_size, device, features)
         self.acting = ActingPolicy(agent, device)
-        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
+        self.full, self.released = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event): to the learner, and back
         self.bell = os.eventfd(0)  # wakes this thread when slots are free, or the run ends
         self.free_slots = deque(range(slots))
         groups = rows // self.size
         self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
-        self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
+        self.filling: list[np.ndarray | None] = [None] * groups  # its slots; None: handed over, and no new ones yet
         self.state = torch.zeros(rows, agent.state_size, device=device)
-        self.obs = tensors(spaces, rows, device=device)  # the mailbox rows being served, on the device
+        self.staged = room_for(spaces, rows, device=device)  # observations of the rows being served
         if device.type == "cuda":  # pinned, so that copies to the device run beside the host
             for source in self.mailbox.obs.values():
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        # The last finished ones, as in Mailbox.episode. Checkpoints keep them: the episodes that end first after a
-        # resume are short ones, whose mean could pass for a best return.
+        # The last finished ones, as EPISODE says. Checkpoints keep them: the episodes that end first after a resume are
+        # short ones, whose mean could pass for a best return.
         self.episodes: deque[list[float]] = deque(maxlen=100)
-        self.counts = Counter()  # rows and batches served; seconds waited, by the learner too
+        self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
         self.stopping = False
 
     def release(self, slots: np.ndarray) -> None:
         """The learner gives slots back: KEPT -> FREE, once the event, recorded after its last copy, has passed."""
-        self.free.put((slots, record_event(self.device)))
+        self.released.put((slots, record_event(self.device)))
         os.eventfd_write(self.bell, 1)
 
     def stop(self) -> None:
@@ -1265,13 +996,16 @@ class Inference:
             for source in self.mailbox.obs.values():
                 torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
 
-    def run(self, actors: Actors) -> None:
-        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches."""
+    def run(self, actors: "Actors") -> None:
+        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches. `actors`
+        (below the first reading) has the pipes: `requests` are the groups that wait, `reply` gives them their rows
+        back, `wait` waits for the next requests, or for the bell."""
         try:
             with own_stream(self.device, self.args.inference_threads, priority=-1):
                 while not self.stopping:
                     actors.reply(self.serve(actors.requests))
-                    start, why = time.perf_counter(), "blocked" if actors.requests else "idle"
+                    why = "blocked" if actors.requests else "idle"
+                    start = time.perf_counter()
                     actors.wait()
                     self.counts[why] += time.perf_counter() - start
         except BaseException as error:
@@ -1286,16 +1020,16 @@ class Inference:
             self.store(filled)
             event = record_event(self.device)
             for group in filled:
-                self.full.put((self.slots[group], event))  # FILLING -> FULL
-                self.t[group], self.slots[group] = 0, None
-        while not self.free.empty():
-            slots, event = self.free.get()
+                self.full.put((self.filling[group], event))  # FILLING -> FULL
+                self.t[group], self.filling[group] = 0, None
+        while not self.released.empty():
+            slots, event = self.released.get()
             wait_event(event)  # the learner's copy out of these slots
             self.free_slots.extend(slots)
         for group in groups:
-            if self.slots[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
-                self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
-        ready = [group for group in groups if self.slots[group] is not None]
+            if self.filling[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
+                self.filling[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
+        ready = [group for group in groups if self.filling[group] is not None]
         if ready:
             self.act(ready)
         return ready
@@ -1303,17 +1037,19 @@ class Inference:
     def store(self, groups: list[int]):
         """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and slots on the
         host, and on the device, there with `first`."""
-        n, numpy, rollouts = self.size, self.numpy, self.rollouts
+        n, arrays, rollouts = self.size, self.arrays, self.rollouts
         rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
         t = np.repeat([self.t[group] for group in groups], n)
-        slots = np.concatenate([self.slots[group] for group in groups])
-        rollouts.first[t, slots] = first = numpy.first[rows]
-        later = t > 0  # at t = 0 the reward belongs to the slot before, which has it
-        t1, s1, r1 = t[later] - 1, slots[later], rows[later]
-        rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
+        slots = np.concatenate([self.filling[group] for group in groups])
+        first = arrays.first[rows]
+        rollouts.first[t, slots] = first
+        later = t > 0  # at t = 0 reward and flag belong to the slot before, which has them
+        before = (t[later] - 1, slots[later])  # index of the action that they followed
+        rollouts.rewards[before] = arrays.reward[rows[later]]
+        rollouts.terminated[before] = arrays.terminated[rows[later]]
         index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
         for name, source in self.mailbox.obs.items():
-            staged, field = self.obs[name], rollouts.obs[name]
+            staged, field = self.staged[name], rollouts.obs[name]
             for i, group in enumerate(groups):
                 staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
             if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
@@ -1326,41 +1062,30 @@ class Inference:
         (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
         n, rollouts = len(rows), self.rollouts
         with self.acting.use(self.acting.current) as policy:
-            state, obs = self.state[d_rows], {name: staged[None, :n] for name, staged in self.obs.items()}
-            hidden, self.state[d_rows] = policy.agent.hidden(obs, d_first[None].bool(), state)
+            obs = {name: staged[None, :n] for name, staged in self.staged.items()}
+            before = self.state[d_rows]
+            hidden, self.state[d_rows] = policy.agent.hidden(obs, d_first[None].bool(), before)
             logits, values = policy.agent.actor(hidden), policy.agent.critic(hidden).squeeze(-1)
             actions, logprobs = sample_actions(logits[0], policy.agent.heads)
             rollouts.actions[d_t, d_slots] = actions
-            rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
+            rollouts.logprobs[d_t, d_slots] = logprobs
+            rollouts.values[d_t, d_slots] = values[0]
             rollouts.logits[d_t, d_slots] = logits[0]
-            if rollouts.features.numel():
+            if compares_features(self.args):
                 rollouts.features[d_t, d_slots] = hidden[0]
-            if (t == 0).any():
-                rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
+            begun = np.flatnonzero(t == 0)
+            if len(begun):
+                d_begun = torch.from_numpy(begun).to(self.device, non_blocking=True)
+                rollouts.rnn_state[d_slots[d_begun]] = before[d_begun]
             rollouts.versions[t, slots] = policy.version
         # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
-        self.numpy.action[rows] = actions.cpu().numpy()
-        self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
+        self.arrays.action[rows] = actions.cpu().numpy()
+        ended = rows[self.arrays.episode[rows, EPISODE.index("episodic_length")] > 0]
+        self.episodes.extend(self.arrays.episode[ended].tolist())
         for group in groups:
             self.t[group] += 1
-        self.counts["served"] += n
-        self.counts["batches"] += 1
-
-
-@contextlib.contextmanager
-def sampling(inference: Inference, actors: Actors):
-    """Context with actors, their environments and the inference thread, all ended with it."""
-    thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
-    try:
-        actors.start_all()
-        thread.start()
-        yield
-    finally:
-        inference.stop()
-        if thread.is_alive():
-            thread.join(10)
-        actors.stop()
-        inference.unpin()
+        self.counts["rows"] += n
+        self.counts["forwards"] += 1
 
 
 # === Learner ==========================================================================================================
@@ -1382,10 +1107,8 @@ class Learner:
     def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
         self.args, self.agent, self.inference, self.device = args, agent, inference, device
         self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.slots: list[int] = []  # FULL ones, the oldest first
-        self.kept = deque(slots_needed(args) + np.arange(slots_kept(args)))  # KEPT ones, the oldest first
-        self.filled = 0  # how many of these, the newest, have a rollout in them
-        self.rng = np.random.default_rng((args.seed, rank_of()[0]))  # draws what is replayed
+        self.full_slots: list[int] = []  # the oldest first
+        self.kept = slots_needed(args) + np.arange(slots_kept(args))  # KEPT slots, the oldest first
         self.about_replay: dict[str, float] = {}  # metrics of the last choice
         self.version = 0  # of the policy published last
         self.global_step = 0  # valid transitions received
@@ -1398,18 +1121,18 @@ class Learner:
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
         self.best_return = checkpoint["best_return"]
-        self.inference.episodes.extend(checkpoint["episodes"])
+        self.inference.episodes.extend(episode for episode in checkpoint["episodes"] if len(episode) == len(EPISODE))
         self.inference.acting.publish(self.version)
 
     def collect(self) -> np.ndarray | None:
-        """Waits for the slots of an iteration: FULL -> LEARNING. None when the time is up or the user stops the run.
-        Raises what has ended the inference thread."""
+        """Waits for the slots of an iteration: FULL -> LEARNING. None when the time is up or the user stops the run
+        (STOP is below, beside what a signal does). Raises what has ended the inference thread."""
         start, args = time.perf_counter(), self.args
         count, _ = parts_of_iteration(args)
         while not STOP.asked_at and time.monotonic() < self.deadline:
-            if len(self.slots) >= count:
+            if len(self.full_slots) >= count:
                 self.inference.counts["waited"] += time.perf_counter() - start
-                slots, self.slots = self.slots[:count], self.slots[count:]
+                slots, self.full_slots = self.full_slots[:count], self.full_slots[count:]
                 return np.array(slots)
             with contextlib.suppress(queue.Empty):
                 item = self.inference.full.get(timeout=0.5)
@@ -1417,52 +1140,102 @@ class Learner:
                     raise item
                 slots, event = item
                 wait_event(event)  # inference's writes to these slots
-                self.slots.extend(slots)
+                self.full_slots.extend(slots)
         return None
 
-    def add_replayed(self, slots: np.ndarray) -> np.ndarray:
-        """Fresh slots -> these and the KEPT ones that are replayed; none are before a fifth of their room is filled. By
-        `times_replayed`, which is above 0 for these and 0 for fresh ones, `gather` tells them apart."""
-        args, r = self.args, self.inference.rollouts
-        r.learned_at[slots] = self.global_step
+    def learning_rate(self) -> float:
+        """Of the next iteration."""
+        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
+        return self.args.learning_rate * left
+
+    def iterate(self, slots: np.ndarray) -> dict[str, float]:
+        """Learns from the slots of an iteration, and from what is replayed, and publishes each policy that it makes.
+        The slots stay LEARNING until the last policy is published, then they are KEPT. Returns the metrics of the last
+        step that had samples. Raises FloatingPointError before a non-finite update is made: the weights are still good.
+        """
+        args, rollouts, version = self.args, self.inference.rollouts, self.version
+        metrics = {}
+        valid = ~rollouts.first[1:, slots]
+        steps, too_old, lag, longest = self.count((version - rollouts.versions[:, slots])[valid])
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
+        self.global_step += steps
+        if too_old == steps:  # an iteration without a usable fresh sample is no update
+            self.skipped += 1
+        else:
+            batches = []  # slots of each optimiser step
+            if version or not args.normalize_input:  # the first iteration only initialises the inputs' statistics
+                replayed = self.choose_replayed(newest=slots[-1])
+                for _ in range(args.num_epochs):
+                    # fresh and replayed ones apart: each batch has its share of both
+                    dealt = [kind[torch.randperm(len(kind)).numpy()] for kind in (slots, replayed)]
+                    shares = [np.split(kind, args.num_batches_per_epoch) for kind in dealt]
+                    batches += map(np.concatenate, zip(*shares))
+            for i, batch in enumerate(batches):
+                if i > 0:
+                    self.publish()
+                metrics = self.update(self.gather(batch, version)) or metrics
+            # New statistics change the policy too: they are published together with the last weights.
+            if args.normalize_input:
+                self.update_statistics(slots, valid)
+            self.publish()
+        self.keep(slots)  # with `sync` only now are there free ones: to be filled by the newest version
+        if metrics:
+            metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+            metrics["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"]
+            metrics |= self.about_replay
+        if steps:
+            metrics |= {"lag/mean": lag / steps, "lag/max": longest, "lag/masked": too_old / steps}
+        return metrics
+
+    def count(self, lags: np.ndarray) -> tuple[int, int, int, int]:
+        """lags of an iteration's valid samples -> how many, how many too old to be used; the sum and the longest."""
+        too_old = np.count_nonzero(lags >= self.args.max_policy_lag)
+        return len(lags), too_old, int(lags.sum()), int(lags.max(initial=0))
+
+    def choose_replayed(self, newest: int) -> np.ndarray:
+        """Which KEPT slots are replayed beside the fresh ones, of which `newest` is the last; none before a fifth of
+        their room is filled. By `times_replayed`, above 0 for these and 0 for fresh ones, `gather` tells them apart."""
+        start, args, r = time.perf_counter(), self.args, self.inference.rollouts
         _, count = parts_of_iteration(args)
-        if count == 0 or self.filled < max(count, len(self.kept) / 5):
-            return slots
-        start = time.perf_counter()
+        kept = self.kept[r.learned_at[self.kept] >= 0]
+        if count == 0 or len(kept) < max(count, len(self.kept) / 5):
+            return kept[:0]
         left = max(0.0, 1 - self.global_step / args.total_timesteps)
         more = 0.0 if args.replay == "uniform" else (args.replay_candidates - 1) * left
-        drawn = self.rng.choice(self.filled, min(self.filled, int(np.ceil(count * (1 + more)))), replace=False)
-        candidates = chosen = np.array(self.kept)[-1 - drawn]
-        self.about_replay = {}
-        if len(candidates) > count:
-            parts = np.array_split(candidates, -(-len(candidates) // count))  # takes no more memory than learning
-            distance = np.concatenate([self.distances(part, newest=slots[-1]) for part in parts])
-            best = choose(distance, r.times_replayed[candidates], count, args.elite_strategy)
-            chosen = candidates[best]
-            self.about_replay = {"replay/distance": distance[best].mean(), "replay/distance_drawn": distance.mean()}
+        chosen = kept[torch.randperm(len(kept))[: int(np.ceil(count * (1 + more)))].numpy()]
+        about = {}
+        if len(chosen) > count:
+            parts = np.array_split(chosen, -(-len(chosen) // (args.batch_size // args.rollout)))  # as large as a batch
+            distance = np.concatenate([self.distances(part, newest) for part in parts])
+            best = choose(distance, r.times_replayed[chosen], count, args.elite_strategy)
+            chosen = chosen[best]
+            about = {"replay/distance": distance[best].mean(), "replay/distance_drawn": distance.mean()}
         r.times_replayed[chosen] += 1
-        self.about_replay |= {
+        self.about_replay = about | {
             "replay/age_mean": np.mean(self.version - r.versions[:, chosen]),  # in versions
             "replay/age_steps": np.mean(self.global_step - r.learned_at[chosen]),
             "replay/times_mean": np.mean(r.times_replayed[chosen]),
         }
         self.inference.counts["choosing"] += time.perf_counter() - start
-        return np.concatenate([slots, chosen])
+        return chosen
 
     @torch.inference_mode()
     def distances(self, slots: np.ndarray, newest: int) -> np.ndarray:
         """float32 [slots], on the host: how far what the network makes of their states now is from what the acting one
         made of them then or, attentive, of the last state in slot `newest`, the newest that the learner has. Of every
         fourth state, where no recurrent core needs all: neighbours in time hardly differ."""
-        args, r = self.args, self.inference.rollouts
-        (rollouts, _), every = self.gather(slots), 1 if self.agent.state_size else 4
-        obs = {name: part[::every] for name, part in rollouts.obs.items()}
-        now, _ = self.agent.hidden(obs, rollouts.first[::every], rollouts.rnn_state, rollouts.restarts)
-        now = now[: -(-args.rollout // every)]  # without the observation after the last step
+        args, r, every = self.args, self.inference.rollouts, 1 if self.agent.state_size else 4
+        times, d_slots = range(0, args.rollout, every), torch.from_numpy(slots).to(self.device)
+
+        def states_of(field: torch.Tensor) -> torch.Tensor:
+            return torch.stack([field[t].index_select(0, d_slots) for t in times])
+
+        obs, first = {name: states_of(field) for name, field in r.obs.items()}, r.first[times][:, slots]
+        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
+        state, d_first = r.rnn_state.index_select(0, d_slots), torch.from_numpy(first).to(self.device)
+        now, _ = self.agent.hidden(obs, d_first, state, restarts)
         field = r.logits if args.replay_distance == "kl" else r.features
-        wanted = np.array([newest]) if args.replay == "attentive" else slots
-        then = field.index_select(1, torch.from_numpy(wanted).to(self.device))
-        then = then[-1:] if args.replay == "attentive" else then[::every]
+        then = field[-1, newest] if args.replay == "attentive" else states_of(field)
         if args.replay_distance == "kl":
             distance = kl_divergence(then, self.agent.actor(now), self.agent.heads).sum(0)
         elif args.replay_distance == "cosine":
@@ -1472,120 +1245,203 @@ class Learner:
         return distance.cpu().numpy()
 
     def keep(self, slots: np.ndarray) -> None:
-        """LEARNING -> KEPT, and as many of the oldest KEPT ones -> FREE. These may be replayed in this very iteration:
-        it must have copied them by now."""
-        self.kept.extend(slots)
-        self.filled = min(self.filled + len(slots), slots_kept(self.args))
-        freed = np.array([self.kept.popleft() for _ in slots])
-        self.inference.rollouts.times_replayed[freed] = 0
+        """LEARNING -> KEPT, and as many of the oldest KEPT ones -> FREE."""
+        r = self.inference.rollouts
+        r.learned_at[slots] = self.global_step
+        freed, self.kept = np.split(np.concatenate([self.kept, slots]), [len(slots)])
+        r.times_replayed[freed] = 0
         self.inference.release(freed)
 
-    def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copies slots out of the rollouts. Returns them, and the lags of the valid fresh samples, on the host."""
+    def gather(self, slots: np.ndarray, version: int) -> Batch:
+        """Copies slots out of the rollouts. version: the learner's when it took them, from which lags are counted."""
         r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
         obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
-        names = ("actions", "logprobs", "values", "logits")
-        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in names}
-        first, lag = r.first[:, slots], self.version - r.versions[:, slots]
-        valid, replayed = ~first[1:], np.tile(r.times_replayed[slots] > 0, (len(first) - 1, 1))
-        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
-        mask = valid & (replayed | (lag < self.args.max_policy_lag))
-        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask,
-                    replayed=replayed)  # fmt: skip
-        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
+        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
+        on_device["logits"] = r.logits.index_select(1, d_slots)
         rnn_state = r.rnn_state.index_select(0, d_slots)
-        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts), lag[valid & ~replayed]
+        first, lag = r.first[:, slots], version - r.versions[:, slots]
+        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]  # here without asking the device
+        replayed = np.full_like(lag, r.times_replayed[slots] > 0, bool)
+        mask = ~first[1:] & (replayed | (lag < self.args.max_policy_lag))
+        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
+        host["replayed"] = replayed
+        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
+        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts)
 
-    def batches(self, iteration: Batch):
-        """Yields the batch of each optimiser step. Every epoch deals out the iteration's rollouts anew, fresh ones and
-        replayed ones apart; where there is one batch, it is all of them."""
-        for _ in range(self.args.num_epochs):
-            if self.args.num_batches_per_epoch == 1:
-                yield iteration
-                continue
-            n, replayed, dealt = self.args.num_batches_per_epoch, iteration.replayed[0], []
-            for kind in (~replayed).nonzero().flatten(), replayed.nonzero().flatten():  # waits for the device
-                order = torch.randperm(len(kind)).to(self.device)
-                dealt.append(kind[order].reshape(n, len(kind) // n))
-            for index in torch.cat(dealt, 1):
-                obs = {name: x.index_select(1, index) for name, x in iteration.obs.items()}
-                others = {name: x.index_select(0 if name == "rnn_state" else 1, index)
-                          for name, x in iteration._asdict().items() if torch.is_tensor(x)}  # fmt: skip
-                restart = others["first"].any(1).tolist()  # waits for the device; the step before has done so, too
-                yield Batch(obs=obs, **others, restarts=[t for t in range(len(restart)) if t == 0 or restart[t]])
+    def update(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """One optimiser step. Returns its metrics; none where no sample could be used."""
+        loss, metrics = appo_loss(self.args, self.agent, batch)
+        grad_norm = self.step(loss, batch.mask)
+        return {} if grad_norm is None else metrics | {"losses/grad_norm": grad_norm}
 
-    def learning_rate(self) -> float:
-        """Of the next iteration."""
-        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
-        return self.args.learning_rate * left
-
-    def iterate(self, slots: np.ndarray) -> dict[str, float] | None:
-        """Learns from slots, and from what is replayed. The slots are LEARNING until they are copied, then KEPT; with
-        `sync` until the new policy has been published. Returns metrics, or None when another rank has left. Raises
-        FloatingPointError before a non-finite update is made: weights and statistics are still good."""
-        args, metrics = self.args, {}
-        iteration, lags = self.gather(self.add_replayed(slots))
-        if not args.sync:
-            self.keep(slots)
-        # Infinities are clipped to +-5, so no loss would show them. Squares, because the statistics are made of them.
-        finite = all(bool(x.square().isfinite().all()) for x in iteration.obs.values() if x.is_floating_point())
-        too_old = np.count_nonzero(lags >= args.max_policy_lag)
-        valid, too_old, lag, broken, leaving = self.sum_counts(len(lags), too_old, lags.sum(), not finite)
-        if leaving:
-            return None
-        if broken:
-            raise FloatingPointError("an observation is not finite")
-        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
-        self.global_step += int(valid)
-        if valid == too_old:  # an iteration without a usable fresh sample is no update
-            self.skipped += 1
-        else:
-            if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
-                metrics = self.update(iteration)
-            # New statistics change the policy too: they are published together with the last weights.
-            self.agent.update_normalizers(iteration.obs, ~iteration.first[1:] & ~iteration.replayed)
-            self.publish()
-        if args.sync:  # only now: the next samples are all of the newest version
-            self.keep(slots)
-        if valid:
-            metrics |= {"lag/mean": lag / valid, "lag/max": lags.max(initial=0), "lag/masked": too_old / valid}
-            metrics |= self.about_replay
-        return metrics
-
-    def sum_counts(self, valid=0, too_old=0, lag=0, broken=0, leaving=0) -> list[float]:
-        """The sums over all ranks, which this waits for. leaving: this rank ends the run, for all of them."""
-        start = time.perf_counter()
-        sums = sum_over_ranks(torch.tensor([valid, too_old, lag, broken, leaving], dtype=torch.float64)).tolist()
-        self.inference.counts["ranks"] += time.perf_counter() - start
-        return sums
-
-    def update(self, iteration: Batch) -> dict[str, float]:
-        """The optimiser steps of an iteration; returns the last one's metrics. Publishes the weights after each but the
-        last: that is for the caller."""
-        metrics = {}
-        for i, batch in enumerate(self.batches(iteration)):
-            if i:
-                self.publish()
-            loss, of_batch = appo_loss(self.args, self.agent, batch)
-            self.optimizer.zero_grad()
-            loss.backward()
-            sum_over_ranks(loss.detach())  # in place: `loss` becomes that of the union, as the gradients do
-            for parameter in self.agent.parameters():
-                sum_over_ranks(parameter.grad)
-            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
-            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
-                if not sum_over_ranks(batch.mask.sum()):  # 0/0: a step without a usable sample is none
-                    self.skipped += 1
-                    continue
-                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
+    def step(self, loss: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """Descends the loss. Returns the norm of its gradient; None, and no step, where the mask of its samples was
+        empty (0/0). Raises FloatingPointError."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        if torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
             self.optimizer.step()
-            metrics = of_batch | {"losses/grad_norm": grad_norm}
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
+            return grad_norm
+        if mask.any():
+            raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite: a lower --learning-rate "
+                                     "or --max-grad-norm may help")  # fmt: skip
+        self.skipped += 1
+        return None
+
+    def update_statistics(self, slots: np.ndarray, valid: np.ndarray) -> None:
+        """Those of the inputs, by a quarter of the iteration's steps, drawn at random: neighbours hardly differ."""
+        times = torch.randperm(len(valid))[: max(1, len(valid) // 4)].tolist()
+        d_slots = torch.from_numpy(slots).to(self.device)
+        rollouts = self.inference.rollouts.obs.items()
+        obs = {name: torch.cat([field[t].index_select(0, d_slots) for t in times]) for name, field in rollouts}
+        self.agent.update_normalizers(obs, torch.from_numpy(valid[times].flatten()).to(self.device))
 
     def publish(self) -> None:
         self.version += 1
         self.inference.acting.publish(self.version)
+
+
+# A first reading ends here. What follows starts a run, keeps it alive and tidy, and reports what it does.
+
+
+# === Actors and signals ===============================================================================================
+
+
+class Actors:
+    """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
+    thread while the environments start, then the inference thread, and the main thread again when they are to stop.
+
+    When an actor dies, its environments and the last transition of each of its rows are lost: the row's next
+    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
+
+    SHORT_LIFE = 1000  # requests. A worker whose actors die sooner three times in a row ends the run
+
+    def __init__(self, args: Args, inference: "Inference", session: int, log):
+        """Another `session` number gives the environments other seeds."""
+        self.args, self.inference, self.session, self.log = args, inference, session, log
+        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
+        self.selector, self.deaths = selectors.DefaultSelector(), 0
+        self.selector.register(inference.bell, selectors.EVENT_READ)
+        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
+        # of each worker: its actor, our end of its pipe, how often this actor has asked, how many died early in a row
+        self.workers = max(1, args.num_workers)
+        self.actors, self.pipes = [None] * self.workers, [None] * self.workers
+        self.requested, self.short_lives = [0] * self.workers, [0] * self.workers
+
+    def start_all(self) -> None:
+        """Returns when every environment has been started, or the user stops the run. Raises UserError."""
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
+        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
+        multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        multiprocessing.forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        for worker in range(self.workers):
+            self.start(worker)
+        total, n = len(self.inference.mailbox.first), self.inference.size
+        with tqdm(total=total, desc="starting environments", disable=None) as bar:
+            while len(self.requests) * n < total and not STOP.asked_at:
+                self.wait(0.5)
+                bar.update(len(self.requests) * n - bar.n)
+
+    def start(self, worker: int) -> None:
+        args, allowed = self.args, sorted(os.sched_getaffinity(0))
+        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
+        # The seed of its first environment; environment i gets seed + i. Below 2**30, so that all fit 31 bits.
+        entropy = np.random.SeedSequence((args.seed, self.session, worker, self.deaths))
+        seed = int(entropy.generate_state(1)[0]) >> 2
+        self.requested[worker] = 0
+        self.pipes[worker], pipe = self.context.Pipe()
+        self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
+        process = self.context.Process if args.num_workers else multiprocessing.dummy.Process  # dummy: a thread
+        started = process(target=actor, args=(core, args, worker, seed, self.inference.mailbox, pipe))
+        started.daemon = True
+        started.start()
+        self.actors[worker] = started
+        # On return nothing refers to `pipe` here, so it is closed: the actor's copy is the only one, and ends with it.
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for requests, for slots that become free (the bell), or for the end. Raises UserError."""
+        S = self.args.worker_num_splits
+        for key, _ in self.selector.select(timeout):
+            worker = key.data
+            if worker is None:
+                os.eventfd_read(self.inference.bell)
+            elif splits := read_splits(key.fileobj):
+                self.requests += [worker * S + split for split in splits]
+                self.requested[worker] += len(splits)
+            else:
+                self.replace(worker)
+
+    def reply(self, groups: list[int]) -> None:
+        """Gives the groups' rows back to their actors."""
+        self.requests = [group for group in self.requests if group not in groups]
+        for group in groups:
+            worker, split = divmod(group, self.args.worker_num_splits)
+            write_split(self.pipes[worker], split)
+
+    def replace(self, worker: int) -> None:
+        """The actor has ended, and with its pipe all that it had asked for."""
+        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
+        self.selector.unregister(self.pipes[worker])
+        self.pipes[worker].close()
+        if not self.args.num_workers:  # a thread is not replaced
+            raise UserError("the actor has ended; what it died of is above")
+        self.actors[worker].join(5)
+        self.actors[worker].kill()  # if it has closed its pipe, but lives
+        self.actors[worker].join(5)
+        how = f"died (exit code {self.actors[worker].exitcode})"
+        if self.actors[worker].exitcode == -signal.SIGALRM:
+            how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
+        self.deaths += 1
+        self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
+        if self.short_lives[worker] == 3:
+            raise UserError(f"actor {worker} {how}, for the third time in a row")
+        self.log(f"actor {worker} {how}; starting another")
+        self.start(worker)
+
+    def stop(self) -> None:
+        """Ends all actors: by closing their pipes, and after five seconds by force. A thread is waited for: Python
+        cannot end beside one that is in an engine."""
+        deadline = time.monotonic() + 5
+        for pipe in filter(None, self.pipes):
+            pipe.close()
+        for process in filter(None, self.actors):
+            process.join(max(0.0, deadline - time.monotonic()) if self.args.num_workers else None)
+            if self.args.num_workers:
+                process.kill()
+
+
+STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
+
+
+def on_signal(number: int, frame) -> None:
+    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
+    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
+    comes more than a second later ends this process at once, and with it actors and engines. One that comes sooner is
+    taken for the first one, sent twice by a launcher; while a checkpoint is being written any is ignored."""
+    STOP.asked_at = STOP.asked_at or time.monotonic()
+    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
+        os.write(2, b"\nstopped at once\n")
+        os._exit(130)
+
+
+@contextlib.contextmanager
+def sampling(inference: Inference, actors: Actors):
+    """Context with actors, their environments and the inference thread, all ended with it."""
+    thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
+    try:
+        actors.start_all()
+        thread.start()
+        yield
+    finally:
+        inference.stop()
+        if thread.is_alive():
+            thread.join(10)
+        actors.stop()
+        inference.unpin()
 
 
 # === Checkpoints ======================================================================================================
@@ -1623,7 +1479,7 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
-            log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
+            log(f"warning: {path} cannot be read ({error!r:.200})")
     if paths:  # a fresh start would in time delete them
         raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
     return None
@@ -1659,78 +1515,137 @@ def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Age
     return agent, args, checkpoint["global_step"]
 
 
-# === Evaluate =========================================================================================================
-
-
-@torch.inference_mode()
-def evaluate(args: Args, folder: Path) -> list[float]:
-    """Plays `eval_episodes` episodes with a checkpoint; prints and returns their raw returns."""
-    if args.save_video:
-        import imageio.v2 as imageio
-    count = min(args.eval_episodes, 16)
-    changes = asdict(args) | dict(num_envs_per_worker=count)
-    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **changes)
-    spaces = spaces_of(args)
-    check_shared_memory(spaces, count)
-    device, mailbox = torch.device(args.device), Mailbox(spaces, count)
-    numpy, state = mailbox.numpy(), torch.zeros(count, agent.state_size, device=device)
-    per_env = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
-    returns, frames = [[] for _ in range(count)], []
-    bar = tqdm(total=count * per_env, desc="episodes", disable=None)
-    with bar, contextlib.closing(WorkerEnvs(args, 0, numpy, args.seed)) as envs:
-        envs.reset(0)
-        while any(len(finished) < per_env for finished in returns):
-            if args.save_video and len(returns[0]) < per_env and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
-                frames.append(np.array(envs.splits[0].render()[0]))
-            obs = {name: part.to(device)[None] for name, part in mailbox.obs.items()}
-            logits, _, state = agent(obs, mailbox.first.to(device)[None], state)
-            numpy.action[:] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
-            envs.step(0)
-            for i in np.flatnonzero(numpy.episode[:, 2]):
-                if len(returns[i]) < per_env:
-                    returns[i].append(float(numpy.episode[i, 0]))
-                    bar.update()
-    flat = [value for finished in returns for value in finished][: args.eval_episodes]
-    kind = "likeliest" if args.eval_deterministic else "sampled"
-    print(f"{len(flat)} episodes, {kind} actions, step {step:,}: return {np.mean(flat):.2f} +- {np.std(flat):.2f} "
-          f"(standard deviation), from {min(flat):.2f} to {max(flat):.2f}")  # fmt: skip
-    if args.save_video:
-        larger = ["-vf", "scale=4*iw:4*ih:flags=neighbor"]
-        imageio.mimwrite(folder / "video.mp4", frames, fps=TICKS_PER_SECOND / args.frameskip, macro_block_size=2,
-                         output_params=larger)  # fmt: skip
-        print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
-    return flat
-
-
 # === Main =============================================================================================================
+
+
+# The ranges of numeric flags; what is not named here is free
+AT_LEAST = {
+    0: ("seed", "train_for_seconds", "save_every_sec", "num_workers", "actor_timeout", "max_batches_ahead", "gamma",
+        "learning_rate", "vtrace_rho", "vtrace_c", "vtrace_lambda", "clip_coef", "ppo_clip_value", "vf_coef",
+        "ent_coef", "max_grad_norm", "reward_clip", "sticky_actions", "replay_share", "policy_cloning_coef",
+        "value_cloning_coef", "replay_kl_mask"),
+    1: ("frameskip", "total_timesteps", "keep_checkpoints", "num_envs_per_worker", "worker_num_splits", "rollout",
+        "inference_threads", "learner_threads", "batch_size", "num_batches_per_epoch", "num_epochs", "max_policy_lag",
+        "hidden_size", "noop_max", "replay_rollouts", "replay_candidates"),
+}  # fmt: skip
+# A reply is one byte; appo_loss bounds the ratio by 20 before V-trace does; a timer cannot be set to infinity
+AT_MOST = dict(seed=2**31 - 1, worker_num_splits=256, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
+               vtrace_lambda=1, sticky_actions=1, replay_share=0.95)  # fmt: skip
+BATCH_SHARE, SMALLEST_BATCH = 4, 256  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
+# Flags of one session, not of the experiment; and what a resumed run may not change
+SESSION, FIXED = ("train_for_seconds",), ("env_id", "full_action_space", "machado")
+
+
+def resolve(args: Args) -> Args:
+    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
+    args = copy.copy(args)
+    for low, names in AT_LEAST.items():
+        for name in names:
+            value, high = getattr(args, name), AT_MOST.get(name, np.inf)
+            if value is not None and not low <= value <= high:
+                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
+        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    cpu = torch.device(args.device).type == "cpu"
+    if args.precision == "auto":
+        if cpu:
+            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        else:
+            with torch.cuda.device(args.device):
+                capable = torch.cuda.is_bf16_supported(including_emulation=False)
+        args.precision = "bfloat16" if capable else "float32"
+    cores, quota = len(os.sched_getaffinity(0)), np.inf
+    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
+        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
+    n = max(1, int(min(cores, quota)))
+    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
+        args.set_workers_cpu_affinity = False
+    args.num_workers = n if args.num_workers is None else args.num_workers
+    if args.num_workers == 0:
+        args.sync, args.worker_num_splits = True, 1
+    elif args.worker_num_splits is None:
+        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
+    # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
+    learner_share, inference_share = (1, 1) if args.sync else (2, 4)
+    args.learner_threads = args.learner_threads or (max(1, n // learner_share) if cpu else 1)
+    args.inference_threads = args.inference_threads or (max(1, n // inference_share) if cpu else 1)
+    if args.num_envs_per_worker % args.worker_num_splits:
+        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
+                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
+    rows = max(1, args.num_workers) * args.num_envs_per_worker
+    batches = args.num_batches_per_epoch
+    if args.batch_size is None and args.sync:  # one rollout of every row
+        args.batch_size = max(1, round(rows / batches / (1 - args.replay_share))) * args.rollout
+    elif args.batch_size is None:
+        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
+        args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
+    if args.batch_size % args.rollout:
+        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
+    fresh, replayed = parts_of_iteration(args)
+    if args.sync and fresh != rows:
+        raise UserError(f"--sync (which --num-workers 0 implies) needs a fresh rollout of every row: {batches} batches "
+                        f"of {args.batch_size} samples have {fresh} of these, not {rows}; --batch-size None is the one "
+                        "that fits, where --num-batches-per-epoch divides the rows")  # fmt: skip
+    if args.replay_share and not (fresh and 0 < replayed <= args.replay_rollouts):
+        raise UserError(f"--replay-share {args.replay_share} makes {fresh} fresh and {replayed} replayed rollouts an "
+                        f"iteration: some of each are needed, and no more than --replay-rollouts {args.replay_rollouts}"
+                        " can be replayed")  # fmt: skip
+    for name in ("replay_candidates", "elite_strategy", "replay_distance"):
+        if args.replay == "uniform" and getattr(args, name) != getattr(Args, name):
+            raise UserError(f"--{name.replace('_', '-')} is for --replay attentive or elite, not uniform")
+    return args
+
+
+def check_memory(args: Args, spaces: Spaces, state_size: int) -> None:
+    """Raises UserError where mailbox, engines or rollouts have no room: else CUDA, or the kernel, would end the run."""
+    device, rows = torch.device(args.device), max(1, args.num_workers) * args.num_envs_per_worker
+    shared = rows * (mebibytes(Mailbox(spaces, 1)) + ENV_SHARED_MEMORY / 2**20)
+    slots = slots_needed(args) + args.batch_size // args.rollout  # and a batch that is gathered from them
+    slots += slots_kept(args)
+    features = args.hidden_size * compares_features(args)
+    private = slots * mebibytes(Rollouts(spaces, args.rollout, 1, state_size, torch.device("cpu"), features))
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] / 2**20
+    else:
+        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**10
+        with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max"
+            free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**20)
+    if shared > (room := shutil.disk_usage("/dev/shm").free / 2**20):
+        raise UserError(f"/dev/shm has {room:,.0f} MiB free, {shared:,.0f} MiB are needed: use fewer environments or a "
+                        "larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
+    if private > 0.8 * free:
+        raise UserError(f"{slots:,} slots of rollouts need {private:,.0f} MiB of {free:,.0f} that are free, a fifth of "
+                        f"which must remain: use a smaller --{'replay-rollouts' if slots_kept(args) else 'batch-size'} "
+                        "or fewer environments")  # fmt: skip
 
 
 def parse_args() -> tuple[Args, Path]:
     """Args as typed, and the run's folder. For an experiment that exists its saved flags hold, except for those typed
     now. Raises UserError."""
     args = tyro.cli(Args)
-    for name in EVALUATION:
-        if getattr(args, name) != getattr(Args, name) and not args.evaluate:
-            raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
-    if args.evaluate and (args.experiment is None or dist.is_initialized()):
-        raise UserError("--evaluate needs the name of an --experiment, and is for one process, without torchrun")
-    if args.experiment is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        raise UserError("torchrun --max-restarts can only go on with a run that has a name: give it an --experiment")
-    experiment = args.experiment or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    fresh = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+    experiment = args.experiment or fresh
     folder = Path(args.train_dir) / experiment
     if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
         raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
-    if args.evaluate or (folder / "cfg.json").exists():
-        saved = asdict(Args(**saved_args(folder)))
+    if (folder / "cfg.json").exists():
+        saved, file = saved_args(folder), Path(__file__).name
         args = tyro.cli(Args, default=Args(**saved))
-        for name in (name for name in saved.keys() - set(SESSION) if getattr(args, name) != saved[name]):
-            change = f"{name} {saved[name]} -> {getattr(args, name)}"
-            if name in FIXED and not args.evaluate:
-                raise UserError(f"{folder} holds another environment: {change}; rename --experiment")
-            print(f"override: {change}")
+        made_by = Path(json.loads((folder / "cfg.json").read_text()).get("file", file)).name
+        changes = {"file": (made_by, file)} if made_by != file else {}
+        for name, value in asdict(args).items():
+            if name not in SESSION and value != saved.get(name, "none"):
+                changes[name] = saved.get(name, "none"), value
+        for name, (before, now) in changes.items():
+            if name in FIXED:
+                raise UserError(f"{folder} holds another environment, of {made_by}: {name} {before} -> {now}; "
+                                "rename --experiment")  # fmt: skip
+            print(f"override: {name} {before} -> {now}")
     args.experiment = experiment
-    if not args.evaluate:
-        spaces_of(resolve(args))  # raises what would be raised later too, but then on every rank
     return args, folder
 
 
@@ -1747,15 +1662,8 @@ def open_log(folder: Path):
     return file
 
 
-def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
-    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
-        ctypes.CDLL(None).mallopt(option, value)
-
-
 class Reporter:
-    """The progress bar, log.txt and TensorBoard, on rank 0 alone: returns and times are its own, steps those of all
-    ranks. Every rate is over the window since the last report."""
+    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report."""
 
     def __init__(self, args: Args, learner: Learner, folder: Path, log):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
@@ -1763,9 +1671,14 @@ class Reporter:
         self.args, self.learner, self.inference, self.log = args, learner, learner.inference, log
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
         self.writer.add_text("args", json.dumps(asdict(args), indent=2))
-        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
-                        unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
-        self.metrics, self.last = {}, Counter(time=time.monotonic(), step=learner.global_step)
+        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id[:8],
+                        dynamic_ncols=True, bar_format="{desc} {percentage:.0f}%{bar}{remaining}{postfix}",
+                        disable=None)  # fmt: skip
+        self.metrics, self.last = {}, self.now()
+
+    def now(self) -> Counter:
+        counts = dict(time=time.monotonic(), step=self.learner.global_step, version=self.learner.version)
+        return Counter(self.inference.counts, **counts)
 
     def update(self, metrics: dict[str, float]) -> float:
         """Called after every iteration, with its metrics. Every five seconds it reports, and returns the mean return of
@@ -1773,7 +1686,7 @@ class Reporter:
         self.metrics |= metrics
         step = self.learner.global_step
         self.bar.update(step - self.bar.n)
-        now = Counter(self.inference.counts, time=time.monotonic(), step=step)
+        now = self.now()
         change = now - self.last
         if (seconds := change["time"]) < 5:
             return -np.inf
@@ -1785,102 +1698,86 @@ class Reporter:
             "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
             "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
             "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
-            "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
+            "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
+            "stats/choosing": change["choosing"] / seconds,  # the learner chooses what to replay
         }
-        if dist.is_initialized():
-            scalars["stats/all_reduce"] = change["ranks"] / seconds  # the learner waits for other ranks
-        if self.args.replay_share:
-            scalars["stats/choosing"] = change["choosing"] / seconds  # the learner chooses what to replay
         if episodes := list(self.inference.episodes):
-            tags = ("charts/episodic_return", "charts/episodic_return_trained", "charts/episodic_length")
-            scalars |= zip(tags, np.mean(episodes, axis=0).tolist())
+            scalars |= zip((f"charts/{name}" for name in EPISODE), np.mean(episodes, axis=0).tolist())
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        if change["ranks"] > max(change["blocked"], change["waited"]):
-            bottleneck = "another rank"
-        elif change["blocked"] >= change["waited"]:
-            choosing = change["choosing"] > 0.5 * (seconds - change["waited"])  # of the time that the learner works
-            bottleneck = "choosing what to replay" if choosing else "learner"
+        if change["blocked"] >= change["waited"]:
+            bottleneck = "learner"
+        elif change["idle"] > 0.5 * (seconds - change["blocked"]):
+            bottleneck = "environments"
         else:
-            bottleneck = "environments" if change["idle"] > 0.5 * (seconds - change["blocked"]) else "inference"
+            bottleneck = "inference"
+        if bottleneck == "learner" and change["choosing"] > 0.5 * (seconds - change["waited"]):
+            bottleneck = "choosing what to replay"
         mean = scalars.get("charts/episodic_return")
         score = f"return {mean:.2f}, " if episodes else ""
-        text = f"{fps:,.0f} frames/s, {score}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
+        text = f"{score}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
         self.bar.set_postfix_str(text)
         self.log(f"step {step:,}: {text}", self.bar.disable)
+        if not change["version"]:
+            self.log(f"warning: no update in {seconds:.0f} s: no sample could be used (lag/masked: --max-policy-lag)")
         return mean if len(episodes) >= 100 else -np.inf
 
 
-def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter | None) -> None:
-    """The learner's loop. Rank 0 has the reporter and saves; any rank may end the loop, for all of them. What it has
-    learned is saved at the end, and before an error that leaves the weights good; not after one that nobody foresaw."""
+def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -> None:
+    """The learner's loop. What it has learned is saved at the end, and before an error that leaves the weights good;
+    not after one that nobody foresaw."""
     saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
     learner.deadline = np.inf if args.train_for_seconds is None else now + args.train_for_seconds
     saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
+    good = True  # the weights
     try:
-        while learner.global_step < args.total_timesteps:
-            if (slots := learner.collect()) is None:
-                learner.sum_counts(leaving=1)
-                break
-            if (metrics := learner.iterate(slots)) is None:
-                break
+        while learner.global_step < args.total_timesteps and (slots := learner.collect()) is not None:
+            metrics = learner.iterate(slots)
             now = time.monotonic()
-            if reporter and (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
+            if (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
                 learner.best_return, best_at = score, now
                 save_checkpoint(checkpoints / "best.pth", learner)
-            if reporter and now - saved_at >= args.save_every_sec:
+            if now - saved_at >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved, saved_at = learner.version, now
+    except BaseException as error:
+        good = isinstance(error, (FloatingPointError, UserError))
+        raise
     finally:
-        if isinstance(sys.exception(), UserError):  # only this rank has it: an actor that cannot be kept alive
-            learner.sum_counts(leaving=1)
-        foreseen = sys.exception() is None or isinstance(sys.exception(), (FloatingPointError, UserError))
-        if reporter:
-            reporter.bar.close()
-            if foreseen and learner.version > saved:  # else there is nothing new
-                save_latest(checkpoints, learner, args.keep_checkpoints)
-            reporter.writer.close()
+        reporter.bar.close()
+        if good and learner.version > saved:  # else there is nothing new
+            save_latest(checkpoints, learner, args.keep_checkpoints)
+        reporter.writer.close()
 
 
 def train(typed: Args, folder: Path) -> int:
     """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes some of our file descriptors
-    args, (rank, ranks) = resolve(typed), rank_of()
+    args = resolve(typed)
     device = torch.device(args.device)
     if device.type == "cpu":
-        keep_freed_memory()
+        # glibc keeps freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU
+        for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
+            ctypes.CDLL(None).mallopt(option, value)
     else:
         torch.cuda.set_device(device.index or 0)
         torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
+    torch.manual_seed(args.seed)
     spaces = spaces_of(args)
-    T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
-    rows = max(1, W) * args.num_envs_per_worker
-    check_shared_memory(spaces, rows)
-    log_file, checkpoints = None, folder / "checkpoints"
+    agent = Agent(spaces, args).to(device)
+    check_memory(args, spaces, agent.state_size)
+    log_file, checkpoints = open_log(folder), folder / "checkpoints"  # nothing was written before
 
     def log(text: str, show: bool = True) -> None:
-        text = f"rank {rank}: {text}" if rank else text
-        if log_file:
-            log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if show:
             tqdm.write(text)
 
-    def begin() -> dict | None:
-        """On rank 0 alone: the others have neither log nor checkpoints."""
-        nonlocal log_file
-        log_file = open_log(folder)
-        return load_checkpoint(checkpoints, "latest", log)
-
-    checkpoint = from_first_rank(begin)
+    checkpoint = load_checkpoint(checkpoints, "latest", log)
     if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
-        if rank == 0:
-            log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
+        log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
         return 0
-    torch.manual_seed(args.seed)
-    agent = Agent(spaces, args).to(device)
-    for x in agent.state_dict().values() if ranks > 1 else ():  # other machines may compute other first weights
-        dist.broadcast(x, 0)
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, agent, inference, device)
     if checkpoint:
@@ -1888,67 +1785,65 @@ def train(typed: Args, folder: Path) -> int:
         learner.load(checkpoint)
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
             learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
-    if rank:
-        args.seed = env_seed(args.seed, rank)  # environments and random numbers of its own
     torch.manual_seed(args.seed + learner.version)
     actors = Actors(args, inference, session=learner.version, log=log)  # a resumed run has other episodes
-    if rank == 0:
-        software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
-        # A resumed run starts from what was typed and resolves again: it may be on another machine.
-        cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
-        (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
-        os.replace(folder / "cfg.tmp", folder / "cfg.json")
-        fresh, replayed = parts_of_iteration(args)
-        # when the learner is the bottleneck
-        lag = 0.0 if args.sync else slots_needed(args) / fresh * args.num_batches_per_epoch * args.num_epochs
-        if checkpoint:
-            log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}; "
-                "nothing to replay yet")  # fmt: skip
-        steps = args.total_timesteps
-        for line in (
-            f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
-            f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
-            f"{W} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
-            f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
-            f" ({B} rollouts of {T} steps) an optimiser step; expected lag up to {lag:.1f} versions",
-            *[f"{fresh} fresh rollouts an iteration, and {replayed} replayed ({args.replay}) from the newest"
-              f" {slots_kept(args):,}, once a fifth of these are there"] * (replayed > 0),
-            f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the engines' own, "
-            f"{mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} + {slots_kept(args)} slots",
-            f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
-            f"{ranks} ranks like this: {ranks * rows} environments,"
-            f" {ranks * args.batch_size:,} samples an optimiser step",
-        )[: None if ranks > 1 else -1]:
-            log(line)
+    # A resumed run starts from what was typed and resolves again, as it may be on another machine; but for the batch,
+    # which decides what is learned, and with `sync` the workers, which decide the batch.
+    kept = dict(batch_size=args.batch_size) | (dict(num_workers=args.num_workers) if args.sync else {})
+    names = ("torch", "numpy", "gymnasium", ENGINE)
+    software = {found.name: found.version for found in importlib.metadata.distributions() if found.name in names}
+    cfg = dict(file=os.path.abspath(__file__), args=asdict(typed) | kept, resolved=asdict(args), versions=software,
+               command=sys.argv)  # fmt: skip
+    (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
+    os.replace(folder / "cfg.tmp", folder / "cfg.json")
+    B, steps = args.batch_size // args.rollout, args.total_timesteps
+    # When the learner is the bottleneck, all slots but those LEARNING are ahead of a new one
+    fresh, replayed = parts_of_iteration(args)
+    expected_lag = 0.0 if args.sync else (slots_needed(args) / fresh - 1) * args.num_batches_per_epoch * args.num_epochs
+    if checkpoint:
+        log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}; "
+            "nothing to replay yet")  # fmt: skip
+    if replayed:
+        log(f"{fresh} fresh rollouts an iteration, and {replayed} replayed ({args.replay}) from the newest "
+            f"{slots_kept(args):,}, once a fifth of these are there")  # fmt: skip
+    for line in (
+        f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
+        f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
+        f"{args.num_workers} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
+        f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
+        f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
+        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the engines' own,"
+        f" {mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} + {slots_kept(args)} slots",
+        f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
+    ):
+        log(line)
+    if expected_lag >= args.max_policy_lag:
+        log(f"warning: samples with a lag of {args.max_policy_lag} (--max-policy-lag) are not learned from; a larger "
+            "--batch-size has less lag")  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     with sampling(inference, actors), own_stream(device, args.learner_threads):
-        learn(args, checkpoints, learner, None if rank else Reporter(args, learner, folder, log))
-    if rank == 0:
-        log(f"{'stopped' if STOP.asked_at else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
-            f"{learner.skipped} batches without a usable sample, {actors.deaths} actors replaced")  # fmt: skip
-    return 130 if STOP.asked_at and ranks == 1 else 0  # else torchrun would start it again
+        learn(args, checkpoints, learner, Reporter(args, learner, folder, log))
+    log(f"{'stopped' if STOP.asked_at else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
+        f"{learner.skipped} batches without a usable sample, {actors.deaths} actors replaced")  # fmt: skip
+    return 130 if STOP.asked_at else 0
 
 
 def main() -> int:
     try:
         if sys.platform != "linux":
             raise UserError(f"this needs Linux (/proc, /dev/shm, eventfd); {sys.platform} has no such things")
-        join_ranks()
-        args, folder = from_first_rank(parse_args)
-        if args.evaluate:
-            evaluate(args, folder)
-            return 0
+        args, folder = parse_args()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
-        code = train(args, folder)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return code
+        return train(args, folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # in an evaluation, or before the run has begun: there is nothing to save
+    except FloatingPointError as error:
+        print(f"error: {error}; the weights from before are saved", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before the run has begun: there is nothing to save
         print("stopped", file=sys.stderr)
         return 130
 

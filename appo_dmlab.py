@@ -7,23 +7,24 @@
 #     "tyro==1.0.17",
 #     "tensorboard==2.21.0",
 #     "tqdm==4.70.1",
-#     "imageio[ffmpeg]==2.38.1",
 # ]
 # ///
+# appo_dmlab.py $Id$
 """Asynchronous PPO with V-trace on DeepMind Lab: the whole pipeline of Sample Factory / IMPALA in one file.
 
     python appo_dmlab.py --env-id rooms_collect_good_objects_train
     python appo_dmlab.py --env-id dmlab_30 --dataset-path dummy --num-workers 20 --num-envs-per-worker 30
-    torchrun --standalone --nproc-per-node 4 appo_dmlab.py --env-id dmlab_30 --dataset-path dummy    # four GPUs
+    python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
 On 2 cores of an AMD EPYC (Zen 3, no GPU) the first command with `--encoder convnet` reaches a mean return of 7 in 17
 minutes and 1.2 million frames (random actions: 0.07, people: 10; one seed, 2026-11-23; benchmark/learning_dmlab.sh).
 
 A deliberate edit of appo_doom.py. What differs: one level or the 30 tasks of DMLab-30 (`TASKS`, `LabEnv`), their
 generated maps in a cache that runs share (`LevelCache`, `fill_level_cache`), the network, which reads instructions
-(`Agent`), values in units of their own for each task (`PopArt`), and returns that are reported task by task, also in
-per cent of what people reach. At an episode's end the engine has no observation: the one before stands for it. All
-else is the same text. The engine, deepmind_lab, is in no package registry.
+(`Agent`) and, if asked to, the last action and reward, values in units of their own for each task (`PopArt`), and
+returns that are reported task by task, also in per cent of what people reach. At an episode's end the engine has no
+observation: the one before stands for it. All else is the same text. The engine, deepmind_lab, is in no package
+registry.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+
@@ -43,10 +44,10 @@ else is the same text. The engine, deepmind_lab, is in no package registry.
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* is what it does with the slots that it takes at once, those of `num_batches_per_epoch` batches. A *step*
-is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that is
-published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
-that chose its action.
+An *iteration* begins when the learner takes the slots of `num_batches_per_epoch` batches at once, passes `num_epochs`
+times over them, and ends when it gives them back. A *step* is one decision of the agent, a *frame* one tick of the
+engine (frames = steps x frameskip). Every policy that is published has a *version*, one higher than the last; the *lag*
+of a sample is the learner's version minus the version that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -68,15 +69,16 @@ import faulthandler
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import json
 import math
+import multiprocessing.dummy
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import queue
 import random
 import resource
-import select
 import selectors
 import shutil
 import signal
@@ -85,17 +87,18 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import zipfile
+import zlib
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -105,6 +108,10 @@ from tqdm import tqdm
 # === Args =============================================================================================================
 
 
+Value = TypeVar("Value")
+Auto = Annotated[Value | None, tyro.conf.arg(help_behavior_hint="")]  # None: the field's help says what the default is
+
+
 @dataclass
 class Args:
     # --- run
@@ -112,61 +119,58 @@ class Args:
     """dmlab_30, a level by its name, with or without contributed/dmlab30/, several with commas between them, or one of
     Sample Factory's short names: dmlab_benchmark, dmlab_benchmark_slow_reset, dmlab_sparse, dmlab_sparse_doors,
     dmlab_nonmatch, dmlab_watermaze"""
-    extended_action_set: bool | None = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9. Default: with dmlab_30
+    extended_action_set: Auto[bool] = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9. Default: with dmlab_30
     one_task_per_worker: bool = False
     """with several tasks every worker plays a single one, so that slow levels do not hold up others, but fast levels
     get a larger share of the samples. Default: the environments of a worker play one task after the other"""
-    dataset_path: str | None = None
+    dataset_path: Auto[str] = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours"""
-    level_cache: str | None = None
+    level_cache: Auto[str] = None
     """folder of compiled maps, which any number of runs may share. Maps that are there are played first, so two runs
     are only alike if their caches are. Default: level_cache below train_dir"""
-    fill_level_cache: int | None = None  # instead of training, compile maps for so many new seeds of each task
+    fill_level_cache: Auto[int] = None  # instead of training, compile maps for so many new seeds of each task
     renderer: Literal["software", "hardware"] = "software"  # hardware where the engine was built with it
+    test_levels: bool = False  # play the test levels of DMLab-30 instead of the training ones; evaluate.py sets it
     frameskip: int = 4  # engine ticks (frames) per step of the agent
     seed: int = 1  # of the network, of the action sampling and of the environments
-    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions and ranks
-    train_for_seconds: float | None = None  # stop after this many seconds of learning in this session
-    device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one; under torchrun each rank has its own
+    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions
+    train_for_seconds: Auto[float] = None  # stop after this many seconds of learning in this session
+    device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
-    experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
+    experiment: Auto[str] = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
     keep_checkpoints: int = 2  # how many of the latest checkpoints are kept
-    evaluate: bool = False  # play with a checkpoint of `experiment` instead of training
-    eval_episodes: int = 10  # number of episodes to play of each task, on its test level where it has one
-    eval_deterministic: bool = False  # play the likeliest action instead of a sampled one
-    load_checkpoint_kind: Literal["latest", "best"] = "latest"  # which checkpoint to play with
-    save_video: bool = False  # write the first minute of one environment's episodes to <experiment>/video.mp4
 
     # --- sampling
-    num_workers: int | None = None
-    """actor processes (under torchrun: of each rank). Default: the cores this process may use. 0: one actor, a thread
-    of this process, to debug (implies sync)"""
+    num_workers: Auto[int] = None
+    """actor processes. Default: the cores this process may use. 0: one actor, a thread of this process, to debug
+    (implies sync)"""
     num_envs_per_worker: int = 16  # environments per worker
-    worker_num_splits: int | None = None
+    worker_num_splits: Auto[int] = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
-    with CUDA and an even number of environments, else 1 (on a CPU the network uses the core of who waits)"""
+    with CUDA and an even number of environments, else 1 (on a CPU the network would use the core meanwhile)"""
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
-    actor_timeout: float | None = None
-    """seconds after which a step of an actor's environments, or the start of one, counts as hung (Ctrl-Z, too)
-    Default: 60 for each environment of a split, since all of them may have to compile a map in one step; at least 600
-    """
-    inference_threads: int | None = None  # CPU threads of inference (of each rank). Default: by the number of cores
-    learner_threads: int | None = None  # CPU threads of the learner (of each rank). Default: by the number of cores
+    actor_timeout: Auto[float] = None
+    """seconds after which a step of an actor's environments counts as hung (Ctrl-Z, too), and that each of them has to
+    start; 0: no limit. Default: 60 for each environment of a split, since all of them may have to compile a map in one
+    step; at least 600"""
+    inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
+    learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: int | None = None
-    """samples per optimiser step (under torchrun: from each rank), a multiple of rollout. Default: near
-    rows * rollout / 2 / num_batches_per_epoch, from 1024 to 8192; with sync an epoch's are rows * rollout together"""
+    batch_size: Auto[int] = None
+    """samples per optimiser step, a multiple of rollout. Default: a power of 2 near rows * rollout / 2 /
+    num_batches_per_epoch, from 1024 to 8192; with sync exactly rows * rollout / num_batches_per_epoch"""
     num_batches_per_epoch: int = 1
-    """batches that an iteration collects; each epoch deals their rollouts out anew, with an optimiser step for each"""
-    num_epochs: int = 1  # passes over what was collected; with --sync the ratio is 1 in the first step: no clipping
+    """batches of an iteration (Sample Factory's name). Each epoch deals its rollouts out to them anew; each batch is an
+    optimiser step"""
+    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in its first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -193,145 +197,8 @@ class Args:
     hidden_size: int = 256  # units of the encoder's last layer and of the recurrent core
 
 
-# The ranges of numeric flags; of those not named, 1 to infinity for whole numbers and 0.0 to infinity for others
-LOWEST = dict(num_workers=0, seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0)
-HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, worker_num_splits=256)  # a reply is one byte
-BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
-# Flags of one session, not of the experiment; and what a resumed run may not change
-EVALUATION = ("eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video")
-SESSION, FIXED = (("train_for_seconds", "evaluate", "fill_level_cache", *EVALUATION),
-                  ("env_id", "extended_action_set", "normalize_returns"))  # fmt: skip
-
-
 class UserError(Exception):
     """Something the user can fix; printed as one line, without a traceback."""
-
-
-def resolve(args: Args) -> Args:
-    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
-    args = copy.copy(args)
-    for name, value in asdict(args).items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            low, high = LOWEST.get(name, 1 if isinstance(value, int) else 0.0), HIGHEST.get(name, np.inf)
-            if not low <= value <= high:
-                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device.startswith("cuda") and dist.is_torchelastic_launched():  # each rank of a machine has its own GPU
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
-        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    if args.extended_action_set is None:
-        args.extended_action_set = "dmlab_30" in args.env_id.split(",")
-    cpu, cores, quota = torch.device(args.device).type == "cpu", len(os.sched_getaffinity(0)), np.inf
-    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
-        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
-        quota /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if args.precision == "auto":
-        if cpu:
-            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
-        else:
-            with torch.cuda.device(args.device):
-                capable = torch.cuda.is_bf16_supported(including_emulation=False)
-        args.precision = "bfloat16" if capable else "float32"
-    n = max(1, int(min(cores, quota)))
-    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
-        args.set_workers_cpu_affinity = False
-    args.num_workers = n if args.num_workers is None else args.num_workers
-    if args.num_workers == 0:
-        args.sync, args.worker_num_splits = True, 1
-    elif args.worker_num_splits is None:
-        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
-    # On a CPU learning with the ResNet costs more than inference and the environments together (benchmark/results/
-    # parts_dmlab.json): it may use every core.
-    args.learner_threads = args.learner_threads or (1 if not cpu else n)
-    args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
-    if args.num_envs_per_worker % args.worker_num_splits:
-        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
-                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
-    if args.actor_timeout is None:
-        args.actor_timeout = max(600.0, 60.0 * args.num_envs_per_worker / args.worker_num_splits)
-    rows = max(1, args.num_workers) * args.num_envs_per_worker
-    batches = args.num_batches_per_epoch
-    if args.batch_size is None and args.sync:  # one rollout of every row
-        args.batch_size = rows // batches * args.rollout
-    elif args.batch_size is None:
-        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
-        args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
-    if args.batch_size % args.rollout:
-        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
-    if args.sync and batches * args.batch_size != rows * args.rollout:
-        raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} x {batches} batches is "
-                        f"not {rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
-    return args
-
-
-STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
-
-
-def on_signal(number: int, frame) -> None:
-    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
-    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
-    comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
-    sent twice by a launcher, and while a checkpoint is being written it is ignored."""
-    STOP.asked_at = STOP.asked_at or time.monotonic()
-    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
-        os.write(2, b"\nstopped at once\n")
-        os._exit(130)
-
-
-# Under `torchrun` each of its processes ("ranks") runs this whole pipeline, with actors of its own, and all of them
-# take every step of the optimiser together: the step that one process would take on the union of their batches. For
-# that, each rank divides its sums by the number of samples of all ranks; then the sum over the ranks is the mean over
-# the union. Summed are the advantages and their squares, the symmetric KL and the metrics (appo_loss), the loss and the
-# gradients (Learner.update), the statistics of the inputs (Normalizer), and the counts of an iteration
-# (Learner.sum_counts). Without `torchrun` the functions below do nothing.
-
-
-def join_ranks() -> None:
-    """Meets the other ranks, and takes this one's share of the machine's cores."""
-    if not dist.is_torchelastic_launched():
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: the kernel stops us when the launcher is killed
-    i, n = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // n  # the same for all: they wait for the slowest
-    os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
-    store, rank, ranks = next(dist.rendezvous("env://"))
-    if n == ranks:  # one machine: after a restart its store still has the addresses of the dead, and NCCL's last error
-        store.delete_key("exception_dump")
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-
-
-def rank_of() -> tuple[int, int]:
-    """This process's rank, and the number of ranks: 0 and 1 without `torchrun`."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
-    """In place, and equal on all ranks to the bit. Without `torchrun` x as it is."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-def from_first_rank(function):
-    """What `function` returns on rank 0, where alone it is called. If it raises there, the others end in silence."""
-    if not dist.is_initialized():
-        return function()
-    result = [None]
-    try:
-        if dist.get_rank() == 0:
-            result = [(function(),)]
-    finally:
-        dist.broadcast_object_list(result)
-        if not result[0]:
-            dist.destroy_process_group()  # its threads could turn this end into a crash
-    return result[0][0] if result[0] else sys.exit(0)
 
 
 # === Environment ======================================================================================================
@@ -469,23 +336,22 @@ def lab_module():
                         "(python/pip_package/README.md of github.com/google-deepmind/lab), or copy a folder "
                         "deepmind_lab that was built for this version of Python to where Python finds it. To compile "
                         "maps it needs bash, zip, dirname and mv on the PATH") from None  # fmt: skip
-    deepmind_lab.__version__ = deepmind_lab.version()
     return deepmind_lab
 
 
 def make_lab(args: Args, name: str, **where):
     """The engine of a task. It starts nothing before its first `reset`. Raises RuntimeError."""
     level = f"contributed/dmlab30/{name}" if name in TASKS else name
-    if args.evaluate and task_of(name).test:
+    if args.test_levels and task_of(name).test:
         level = f"contributed/dmlab30/{task_of(name).test}"
     config = dict(width=str(IMAGE[1]), height=str(IMAGE[0]), appendCommand="+set net_enabled 0")  # no network ports
     if args.dataset_path:
         config["datasetPath"] = args.dataset_path
     if args.renderer == "hardware":
-        config["gpuDeviceIndex"] = args.device.partition(":")[2] or "0"  # else all ranks render on GPU 0
+        config["gpuDeviceIndex"] = args.device.partition(":")[2] or "0"
     if level.endswith("_test"):
         config["allowHoldOutLevels"] = "true"
-    if args.evaluate:
+    if args.test_levels:
         config["mixerSeed"] = str(0x600D5EED)  # other maps than in training (the value: IMPALA's environments.py)
     return lab_module().Lab(level, ["RGB_INTERLEAVED", "INSTR"], config=config, renderer=args.renderer, **where)
 
@@ -520,8 +386,7 @@ def cache_folder(args: Args) -> Path:
 
 
 def engines_folder(args: Args) -> Path:
-    """Where processes with engines have folders of their own, and output.txt: what the engines and their scripts print.
-    """
+    """Where processes with engines have folders of their own, and output.txt: what engines and their scripts print."""
     folder = Path(args.train_dir, args.experiment) if args.experiment else cache_folder(args)
     return Path(os.path.abspath(folder), "engines")
 
@@ -632,10 +497,9 @@ class LabEnv(gym.Env):
     In info: `raw_reward`, the engine's reward, of which scores are sums; and `maps`, what they cost (LevelCache.cost).
     """
 
-    metadata = {"render_modes": ["rgb_array"]}
-
     def __init__(self, args: Args, number: int):
-        self.args, self.number, self.lab, self.seed, self.rng = args, number, None, None, np.random.default_rng()
+        self.args, self.number, self.lab, self.rng = args, number, None, np.random.default_rng()
+        self.metadata = dict(render_modes=["rgb_array"], render_fps=TICKS_PER_SECOND / args.frameskip)
         self.name = tasks_of(args)[number]
         self.task = task_of(self.name)
         self.actions = np.array(EXTENDED_ACTIONS if args.extended_action_set else ACTIONS, np.intc)
@@ -657,11 +521,9 @@ class LabEnv(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         if self.lab is None:
             self.start()
-        elif seed is not None and seed == self.seed and self.frames == 0:  # WorkerEnvs.reset asks twice
-            return self.observation(), {}
         if seed is not None:
-            self.seed, self.rng = seed, np.random.default_rng(seed)
-        if self.task.generated and not self.args.evaluate:
+            self.rng = np.random.default_rng(seed)
+        if self.task.generated and not self.args.test_levels:
             chosen = self.cache.next_seed(self.rng)
         else:  # an evaluation can be repeated: it asks for the same maps again
             chosen = int(self.rng.integers(2**31 - 1))
@@ -735,19 +597,14 @@ def make_envs(args: Args, num_envs: int, first_row: int = 0) -> gym.vector.Vecto
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, and take
     Discrete or MultiDiscrete actions. `Agent` sees what `LabEnv` shows. In every step's `info` there may be what
-    `LabEnv` has, and `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life.
-    Actors cannot start processes of multiprocessing (AsyncVectorEnv).
+    `LabEnv` has; `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life; and what
+    else EPISODE names. Actors cannot start processes of multiprocessing (AsyncVectorEnv).
     """
     numbers = task_numbers(args)[first_row : first_row + num_envs]
     envs = [functools.partial(LabEnv, args, int(number)) for number in numbers]
     if args.fill_level_cache:
         envs = [functools.partial(MapEnv, args)] * num_envs
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
-
-
-def heads_of(action_space: gym.Space) -> tuple[int, ...]:
-    """Number of actions of each of its independent heads."""
-    return tuple(map(int, np.atleast_1d(getattr(action_space, "nvec", getattr(action_space, "n", 0)))))
 
 
 class Spaces(NamedTuple):
@@ -767,13 +624,19 @@ def spaces_of(args: Args) -> Spaces:
     with contextlib.closing(make_envs(args, 1)) as envs:  # starts no engine
         obs, action = by_name(envs.single_observation_space), envs.single_action_space
         mode = envs.metadata.get("autoreset_mode")
+    if isinstance(envs, gym.vector.AsyncVectorEnv):
+        raise UserError("make_envs must not return an AsyncVectorEnv: actors cannot start processes")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    boxes = all(isinstance(space, gym.spaces.Box) for space in obs.values())
-    if not boxes or not isinstance(action, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)) or np.any(action.start):
+    if isinstance(action, gym.spaces.Discrete) and action.start == 0:
+        heads = (int(action.n),)
+    elif isinstance(action, gym.spaces.MultiDiscrete) and action.nvec.ndim == 1 and not action.start.any():
+        heads = tuple(action.nvec.tolist())
+    else:
+        heads = ()
+    if not heads or not all(isinstance(space, gym.spaces.Box) for space in obs.values()):
         raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
-                        "Discrete or MultiDiscrete from 0 on")  # fmt: skip
-    heads = heads_of(action)
+                        "Discrete or MultiDiscrete of one dimension, from 0 on")  # fmt: skip
     if args.last_action_reward:  # WorkerEnvs writes it: the action one-hot, the reward as it is trained on
         obs["last_action_reward"] = gym.spaces.Box(-np.inf, np.inf, (sum(heads) + 1,), np.float32)
     return Spaces(obs, heads)
@@ -782,11 +645,18 @@ def spaces_of(args: Args) -> Spaces:
 # === Mailbox and rollouts =============================================================================================
 
 
-def tensors(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Room for observations, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
-    kinds = {name: "float32" if space.dtype.kind == "f" else space.dtype.name for name, space in spaces.obs.items()}
-    return {name: torch.zeros((*shape, *space.shape), dtype=getattr(torch, kinds[name]), device=device)
-            for name, space in spaces.obs.items()}  # fmt: skip
+# What is summed over each episode, and reported as the mean of the last 100 of them: the environment's own reward, the
+# reward as it is trained on, and 1 a step. A name of your own, added here, is summed over the environment's info[name].
+EPISODE = ("episodic_return", "episodic_return_trained", "episodic_length")
+
+
+def room_for(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Observations of zeros, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
+    room = {}
+    for name, space in spaces.obs.items():
+        dtype = torch.float32 if space.dtype.kind == "f" else getattr(torch, space.dtype.name)
+        room[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
+    return room
 
 
 class Mailbox:
@@ -797,20 +667,19 @@ class Mailbox:
 
     def __init__(self, spaces: Spaces, rows: int):
         # written by the actor, between a reply and its next request
-        self.obs = tensors(spaces, rows)  # the current observation
+        self.obs = room_for(spaces, rows)  # the current observation
         self.reward = torch.zeros(rows)  # of the action before it, after scale and clip
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
-        # of the episode that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended)
-        self.episode = torch.zeros(rows, 3)
+        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now (a length of 0: none did)
         # of the last step: seconds in which maps were compiled, maps that the cache took, and that it did not take
         self.maps = torch.zeros(rows, 3)
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        for field in fields_of(self):
-            field.share_memory_()
+        # of no row: checksum of the traceback that an actor printed last; others that die of the same do not repeat it
+        self.printed = torch.zeros(1, dtype=torch.int64)
 
-    def numpy(self) -> SimpleNamespace:
+    def arrays(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
         arrays = {name: field.numpy() for name, field in vars(self).items() if name != "obs"}
         return SimpleNamespace(obs={name: part.numpy() for name, part in self.obs.items()}, **arrays)
@@ -819,7 +688,7 @@ class Mailbox:
 class Rollouts:
     """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
     device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
-    asking the device. They start as NaN: where a slot was read before it was written, the loss would not be finite.
+    asking the device. What is a float starts as NaN: were a slot read before it is written, the loss would say so.
 
     A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
     `Learner.collect` makes it LEARNING, `Inference.release` FREE.
@@ -827,7 +696,7 @@ class Rollouts:
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
         # on the device; T + 1: with the observation that the last value is bootstrapped from
-        self.obs = tensors(spaces, T + 1, slots, device=device)
+        self.obs = room_for(spaces, T + 1, slots, device=device)
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
@@ -840,17 +709,16 @@ class Rollouts:
 
 
 def slots_needed(args: Args) -> int:
-    """A slot for every row to fill, and `max_batches_ahead` iterations FULL, of `count` rollouts each. count + n rule
-    out deadlock: when every group waits for its n slots and the learner for its count, none is FILLING and fewer than
-    count are FULL, so at least n are free.
+    """With `sync` the slots of one iteration, one for every row: none is FREE before the update has been published.
+    That is all that `sync` is; what else it changes are defaults and checks in `resolve`.
 
-    What `sync` is: as many slots as one iteration, one for every row, which `Learner.iterate` gives back only after the
-    update. What else it changes are defaults and checks in `resolve`."""
-    count = args.num_batches_per_epoch * args.batch_size // args.rollout
-    n = args.num_envs_per_worker // args.worker_num_splits
+    Without it a slot for every row to fill, one iteration LEARNING, and `max_batches_ahead` FULL. These are never too
+    few: when all groups wait for slots and the learner for an iteration, none is FILLING or LEARNING and less than an
+    iteration is FULL, so there is a FREE slot for every row."""
+    iteration = args.num_batches_per_epoch * args.batch_size // args.rollout
     if args.sync:
-        return count
-    return max(args.num_workers * args.num_envs_per_worker, count + n) + args.max_batches_ahead * count
+        return iteration
+    return args.num_workers * args.num_envs_per_worker + (1 + args.max_batches_ahead) * iteration
 
 
 def fields_of(memory: Mailbox | Rollouts) -> list:
@@ -862,18 +730,14 @@ def mebibytes(memory: Mailbox | Rollouts) -> float:
     return sum(field.nbytes for field in fields_of(memory)) / 2**20
 
 
-def check_shared_memory(spaces: Spaces, rows: int) -> None:
-    """Raises UserError when /dev/shm has no room for the mailbox and the engines: later the kernel would kill the
-    run."""
-    rows *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of all ranks on this machine
-    needed = rows * (sum(part.nbytes for part in tensors(spaces, 1).values()) + 64 + ENV_SHARED_MEMORY)
-    free = shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
-                        "environments or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
-
-
 # === Agent ============================================================================================================
+
+
+def moments(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """x [N, ...] -> N, and over these the mean and the variance [...]."""
+    n = len(x)
+    mean = x.sum(0) / n
+    return n, mean, (x - mean).square_().sum(0) / n
 
 
 class Normalizer(nn.Module):
@@ -899,18 +763,18 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        """x [N, *shape], finite, of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque
-        1979)."""
-        x = x[valid].float() / self.unit  # waits for the device, as `Learner.update` has just done
-        n = int(sum_over_ranks(torch.tensor(len(x))))
+        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
+        Raises FloatingPointError, and changes neither, where they would not be finite."""
+        n, mean, var = moments(x[valid].float() / self.unit)  # waits for the device, as `Learner.step` has just done
         if n == 0:
             return
-        mean = sum_over_ranks(x.sum(0) / n)
-        var = sum_over_ranks((x - mean).square_().sum(0) / n)
         total = self.count + n
         delta = mean - self.mean
-        self.var.copy_((self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total)
+        var = (self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total
+        if not var.isfinite().all():
+            raise FloatingPointError("an observation is not finite, or its square is not")
         self.mean.add_(delta * (n / total))
+        self.var.copy_(var)
         self.count.copy_(total)
         std = (self.var + 1e-5).sqrt()
         self.scale.copy_(1 / (self.unit * std))
@@ -960,9 +824,10 @@ class PopArt(nn.Module):
         """targets [N] in the reward's units, of tasks int64 [N], of which bool mask [N] count; merges two sets of
         statistics as Normalizer.update does."""
         mine = F.one_hot(task, len(self.mean)) * mask.unsqueeze(-1)  # [N, tasks]
-        n = sum_over_ranks(mine.sum(0))
-        mean = sum_over_ranks((targets.unsqueeze(-1) * mine).sum(0) / n.clamp(min=1))
-        var = sum_over_ranks(((targets.unsqueeze(-1) - mean).square() * mine).sum(0) / n.clamp(min=1))
+        samples, part, _ = moments(mine)  # how many there are, and what part of them is of each task
+        n, part = (samples * part).round(), part.clamp(min=1 / samples)
+        _, mean, _ = moments(targets.unsqueeze(-1) * mine / part)
+        _, var, _ = moments((targets.unsqueeze(-1) - mean).square() * mine / part)
         total = self.count + n
         share, delta = n / total, mean - self.mean
         self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
@@ -981,17 +846,17 @@ class Agent(nn.Module):
     the last action and reward as they are; a recurrent core, logits, and one value for each task. ReLU. The residual
     convolutions start as PyTorch's do.
 
-    To add an input, add it to the environment's observation, and here to `__init__` and `encode`. A network of your own
-    has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none),
-    `critic` (a PopArt), `forward` and `update_normalizers`; each parameter has a gradient, buffers are updated in
-    place, nothing depends on `train()`. The flags of this one: normalize_input, encoder, last_action_reward, rnn_type,
+    For another input edit the environment's observation, `__init__` and `encode`. A network of your own has these two
+    arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `critic` (a
+    PopArt), `forward` and `update_normalizers`; each parameter has a gradient, buffers are updated in place, and
+    nothing depends on `train()`. The flags of this one: normalize_input, encoder, last_action_reward, rnn_type,
     hidden_size, precision.
     """
 
     def __init__(self, spaces: Spaces, args: Args):
         """Raises UserError for observations that it cannot see."""
         super().__init__()
-        self.heads, self.rnn_type, self.normalize = spaces.heads, args.rnn_type, args.normalize_input
+        self.heads, self.rnn_type = spaces.heads, args.rnn_type
         self.bfloat16 = args.precision == "bfloat16"
         image, last = spaces.obs.get("obs"), spaces.obs.get("last_action_reward")
         seen = image is not None and image.dtype == np.uint8 and len(image.shape) == 3
@@ -1071,10 +936,9 @@ class Agent(nn.Module):
         return self.actor(x), self.critic(x, obs["task"]), state
 
     def update_normalizers(self, obs: dict[str, torch.Tensor], valid: torch.Tensor) -> None:
-        """obs by name [T or T+1, B, ...], valid bool [T, B]"""
-        if self.normalize:
-            for name, normalizer in self.normalizers.items():  # of every fourth step: neighbours in time hardly differ
-                normalizer.update(obs[name][: len(valid) : 4].flatten(0, 1), valid[::4].flatten())
+        """obs by name [N, ...], of which bool valid [N] count"""
+        for name, normalizer in self.normalizers.items():
+            normalizer.update(obs[name], valid)
 
 
 def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
@@ -1136,7 +1000,7 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
 
 
 class Batch(NamedTuple):
-    """Rollouts on the learner's device, [time, rollout, ...]: B of one optimiser step, or all of an iteration."""
+    """The rollouts of one optimiser step, on the learner's device, [time, rollout, ...]."""
 
     obs: dict[str, torch.Tensor]  # by name [T+1, B, ...]
     first: torch.Tensor  # bool [T+1, B]
@@ -1150,9 +1014,17 @@ class Batch(NamedTuple):
     restarts: list[int]  # see Agent.forward; on the host
 
 
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """x [..., T, B], mask bool [T, B] -> [...]: the mean over the samples in the mask (NaN where there is none)."""
+    return (x * mask).sum((-2, -1)) / mask.sum()
+
+
 def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Returns the loss, the targets
-    float32 [T, B], and metrics, on the device."""
+    float32 [T, B], and metrics, on the device.
+
+    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
+    of acting is one more field of `Rollouts`, written in `Inference.act` and copied in `Learner.gather`."""
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
@@ -1165,14 +1037,9 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     unit = agent.critic.std[task]
     advantages = advantages / unit  # so that no task drowns the others; the value loss does the same (PopArt)
 
-    weight = batch.mask.float()
-    n = sum_over_ranks(weight.sum())
-
-    def mean(x: torch.Tensor) -> torch.Tensor:  # [..., T, B]; under torchrun this rank's share of all ranks' mean
-        return (x * weight).sum((-2, -1)) / n
-
-    advantages = advantages - sum_over_ranks(mean(advantages))
-    advantages = advantages / sum_over_ranks(mean(advantages.square())).sqrt().clamp(min=1e-7)
+    mean = functools.partial(masked_mean, mask=batch.mask)
+    advantages = advantages - mean(advantages)
+    advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_losses = -torch.min(ratio * advantages, clipped * advantages)
 
@@ -1184,24 +1051,25 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     if args.exploration_loss == "entropy":
         exploration = -entropy
     else:  # off while its mean is above 30, as in Sample Factory
-        exploration = symmetric_kl * (sum_over_ranks(mean(symmetric_kl.detach())) < 30.0)
+        exploration = symmetric_kl * (mean(symmetric_kl.detach()) < 30.0)
     loss = mean(policy_losses + args.vf_coef * value_losses + args.ent_coef * exploration)
 
     with torch.no_grad():
         z = (target - agent.critic.mean[task]) / unit  # else the tasks' different means would count as explained
-        spread = (z - sum_over_ranks(mean(z))).square()
+        spread = (z - mean(z)).square()
         samples = {
             "losses/policy_loss": policy_losses,
             "losses/value_loss": value_losses,
             "losses/entropy": entropy,
             "losses/approx_kl": log_ratio.exp() - 1 - log_ratio,  # http://joschu.net/blog/kl-approx.html
+            "losses/old_approx_kl": -log_ratio,  # CleanRL's name for the plain estimate
             "losses/clipfrac": (ratio != clipped).float(),
             "losses/value": values[:-1],
             "vtrace/rho_mean": ratio.clamp(max=args.vtrace_rho),
             "vtrace/rho_clipfrac": (ratio > args.vtrace_rho).float(),
         }
         stacked = torch.stack([*samples.values(), value_error / unit.square(), spread])
-        *means, error, variance = sum_over_ranks(mean(stacked))
+        *means, error, variance = mean(stacked)
         metrics = dict(zip(samples, means))
         metrics["losses/explained_variance"] = 1 - error / variance.clamp(min=1e-8)
     return loss, target, metrics
@@ -1214,29 +1082,25 @@ class WorkerEnvs:
     """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; from then on the rows
     belong to the caller, until it has filled in the actions and calls `step` for that split again."""
 
-    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int, before_start=lambda: None):
-        """mailbox: its arrays; before_start: called before each environment is started, which may take seconds."""
+    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
+        """mailbox: its arrays."""
         random.seed(seed)  # for environments that draw from these: forked actors would all have the same numbers
         np.random.seed(seed)
         torch.manual_seed(seed)
         S = args.worker_num_splits
         n = args.num_envs_per_worker // S
-        self.args, self.mailbox, self.seed, self.n, self.before_start = args, mailbox, seed, n, before_start
+        self.args, self.mailbox, self.seed, self.n = args, mailbox, seed, n
+        self.heads = spaces_of(args).heads
         starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
         self.splits = [make_envs(args, n, start) for start in starts]
         self.rows = [slice(start, start + n) for start in starts]
         self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
-        self.totals = np.zeros((S, n, 3))  # of the episodes under way; columns as in Mailbox.episode
+        self.totals = np.zeros((S, n, len(EPISODE)))  # of the episodes under way
 
     def reset(self, split: int) -> None:
         """Starts the split's environments."""
-        r, envs, mailbox, seed = self.rows[split], self.splits[split], self.mailbox, self.seed + split * self.n
-        # Where the vector class allows it, one by one. The reset of the whole split afterwards costs little.
-        for i, env in enumerate(getattr(envs, "envs", ())):
-            self.before_start()
-            env.reset(seed=seed + i)
-        self.before_start()
-        self.write(r, envs.reset(seed=seed)[0])
+        r, mailbox = self.rows[split], self.mailbox
+        self.write(r, self.splits[split].reset(seed=self.seed + split * self.n)[0])
         mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
         if self.args.last_action_reward:
             mailbox.obs["last_action_reward"][r] = 0.0
@@ -1249,14 +1113,17 @@ class WorkerEnvs:
         observation, reward, terminated, truncated, info = envs.step(action)
         self.write(r, observation)
         raw_reward = info.get("raw_reward", reward)
+        if raw_reward.dtype.kind != "f":  # Gymnasium gives those of all environments the type of the first one's
+            raise TypeError(f"raw_reward must be a float, not {raw_reward.dtype}")
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
         if self.args.last_action_reward:
-            one_hot = [np.eye(n)[a] for n, a in zip(heads_of(envs.single_action_space), mailbox.action[r].T)]
+            one_hot = [np.eye(n)[a] for n, a in zip(self.heads, mailbox.action[r].T)]
             mailbox.obs["last_action_reward"][r] = np.column_stack([*one_hot, reward]) * ~first[:, None]
         mailbox.maps[r] = info.get("maps", 0.0)
         self.ended[split] = terminated | truncated
-        totals += np.stack([raw_reward, reward, np.ones(self.n)], axis=-1) * ~first[:, None]
+        own = [info.get(name, np.zeros(self.n)) for name in EPISODE[3:]]
+        totals += np.stack([raw_reward, reward, np.ones(self.n), *own], axis=-1) * ~first[:, None]
         over = np.asarray(info.get("game_over", self.ended[split]), bool)  # not where a lost life ended it
         mailbox.episode[r] = totals * over[:, None]
         totals[over] = 0
@@ -1268,11 +1135,6 @@ class WorkerEnvs:
     def close(self) -> None:
         for envs in self.splits:
             envs.close()
-
-
-def env_seed(*entropy: int) -> int:
-    """The seed of a worker's first environment; environment i has seed + i. Below 2**30, so that all fit 31 bits."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
 
 
 def read_splits(pipe) -> bytes:
@@ -1288,162 +1150,44 @@ def write_split(pipe, split: int) -> None:
         os.write(pipe.fileno(), bytes([split]))
 
 
-def actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
-    """What an actor does. A byte that it writes to its pipe says that the rows of that split are written. A byte that
-    it reads says that the actions of that split are. The end of the pipe is the end of the run, or of the main process.
-    """
-    # The kernel ends a process whose timer runs out. With --num-workers 0 there is none: you may be in a debugger.
-    seconds, hangup = args.actor_timeout if args.num_workers else 0.0, select.poll()
+def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
+    """An actor. A byte that it writes to its pipe says that the rows of that split are written. A byte that it reads
+    says that the actions of that split are. The end of the pipe is the end of the run, or of the main process. What it
+    dies of is on stderr: an exception, a crash in a library, or, if the timer runs out, where it was."""
+    seconds = 0.0  # no timer
+    if args.num_workers:  # else it is a thread of the main process, which may be in a debugger
+        seconds = args.actor_timeout
+        faulthandler.enable()
+        faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
+        os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
+        if core is not None:
+            os.sched_setaffinity(0, {core})  # engines inherit it: both talk twice a tic, cheapest on one core
+        os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
+        torch.set_num_threads(1)
     timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
-    hangup.register(pipe, 0)  # for no other event than that the other end is closed
-
-    def before_start() -> None:
-        timer(seconds)
-        if hangup.poll(0):
-            sys.exit()
-
-    before_start()
-    envs = WorkerEnvs(args, worker, mailbox.numpy(), seed, before_start)
-    for split in range(args.worker_num_splits):
-        envs.reset(split)
-        timer(0)
-        write_split(pipe, split)  # from here on its rows belong to inference, until a reply names it
-    while splits := read_splits(pipe):
-        for split in splits:
-            timer(seconds)
-            envs.step(split)
-            timer(0)  # waiting for actions is no hang
-            write_split(pipe, split)
-    timer(seconds)
-    envs.close()
-
-
-def actor_process(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
-    """Body of an actor process. What it dies of is on stderr: an exception, a crash in a library, or, if the timer runs
-    out, where it was, even if a library holds the interpreter's lock."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
-    os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
-    if core is not None:
-        os.sched_setaffinity(0, {core})  # engines inherit it: engine and actor talk twice a tic, cheapest on one core
-    os.nice(10)  # where cores are short, inference and learning come first: actors without actions can only wait
-    torch.set_num_threads(1)
-    actor(args, worker, seed, mailbox, pipe)
-
-
-class Actors:
-    """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
-    thread while the environments start, then the inference thread.
-
-    When an actor dies, its environments and the last transition of each of its rows are lost: the row's next
-    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
-
-    SHORT_LIFE = 1000  # requests. A worker whose actors die sooner three times in a row ends the run
-
-    def __init__(self, args: Args, inference: "Inference", session: int, log):
-        """Another `session` number gives the environments other seeds."""
-        self.args, self.inference, self.session, self.log = args, inference, session, log
-        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        self.selector, self.deaths = selectors.DefaultSelector(), 0
-        self.selector.register(inference.bell, selectors.EVENT_READ)
-        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
-        # of each worker: its actor, our end of its pipe, requests of this one, short lives in a row
-        self.workers = max(1, args.num_workers)
-        self.actors, self.pipes = [None] * self.workers, [None] * self.workers
-        self.served, self.short_lives = [0] * self.workers, [0] * self.workers
-
-    def start_all(self) -> None:
-        """Returns when every environment has been started, or the user stops the run. Raises UserError."""
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
-        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
-        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
-        multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        multiprocessing.forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-        for worker in range(self.workers):
-            self.start(worker)
-        total, n = len(self.inference.mailbox.first), self.inference.size
-        with tqdm(total=total, desc="starting environments", disable=True if rank_of()[0] else None) as bar:
-            while len(self.requests) * n < total and not STOP.asked_at:
-                self.wait(0.5)
-                bar.update(len(self.requests) * n - bar.n)
-
-    def start(self, worker: int) -> None:
-        args, allowed = self.args, sorted(os.sched_getaffinity(0))
-        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        seed = env_seed(args.seed, self.session, worker, self.deaths)
-        self.served[worker] = 0
-        self.pipes[worker], pipe = self.context.Pipe()
-        self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
-        arguments, named = (args, worker, seed, self.inference.mailbox, pipe), dict(name=f"actor {worker}", daemon=True)
-        if args.num_workers:
-            started = self.context.Process(target=actor_process, args=(core, *arguments), **named)
-        else:
-            started = threading.Thread(target=self.in_thread, args=arguments, **named)
-        started.start()
-        self.actors[worker] = started
-        # On return nothing refers to `pipe` here, so it is closed: the actor's copy is the only one, and ends with it.
-
-    def in_thread(self, *arguments) -> None:
-        self.error = RuntimeError("the actor has ended")  # by sys.exit
+    with contextlib.closing(pipe):
         try:
-            actor(*arguments)
-        except Exception as error:
-            self.error = error
-        finally:
-            arguments[-1].close()  # its end of the pipe
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits for requests, for slots that become free (the bell), or for the end. Raises UserError."""
-        S = self.args.worker_num_splits
-        for key, _ in self.selector.select(timeout):
-            worker = key.data
-            if worker is None:
-                os.eventfd_read(self.inference.bell)
-            elif splits := read_splits(key.fileobj):
-                self.requests += [worker * S + split for split in splits]
-                self.served[worker] += len(splits)
-            else:
-                self.replace(worker)
-
-    def reply(self, groups: list[int]) -> None:
-        """Gives the groups' rows back to their actors."""
-        served = set(groups)
-        self.requests = [group for group in self.requests if group not in served]
-        for group in groups:
-            worker, split = divmod(group, self.args.worker_num_splits)
-            write_split(self.pipes[worker], split)
-
-    def replace(self, worker: int) -> None:
-        """The actor has ended, and with its pipe all that it had asked for."""
-        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
-        self.selector.unregister(self.pipes[worker])
-        self.pipes[worker].close()
-        if not self.args.num_workers:  # a thread is not replaced
-            raise self.error
-        self.actors[worker].join(5)
-        self.actors[worker].kill()  # if it has closed its pipe, but lives
-        self.actors[worker].join(5)
-        how = f"died (exit code {self.actors[worker].exitcode})"
-        if self.actors[worker].exitcode == -signal.SIGALRM:
-            how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
-        self.deaths += 1
-        self.short_lives[worker] = self.short_lives[worker] + 1 if self.served[worker] < self.SHORT_LIFE else 0
-        if self.short_lives[worker] == 3:
-            raise UserError(f"actor {worker} {how}, for the third time in a row")
-        self.log(f"actor {worker} {how}; starting another")
-        self.start(worker)
-
-    def stop(self) -> None:
-        """Ends all actors: by closing their pipes, and after five seconds by force."""
-        deadline = time.monotonic() + 5
-        for pipe in filter(None, self.pipes):
-            pipe.close()
-        for process in filter(None, self.actors):
-            process.join(max(0.0, deadline - time.monotonic()))
-            if self.args.num_workers:
-                process.kill()
+            timer(seconds * args.num_envs_per_worker)
+            envs = WorkerEnvs(args, worker, mailbox.arrays(), seed)
+            for split in range(args.worker_num_splits):
+                timer(seconds * envs.n)
+                envs.reset(split)
+                timer(0)
+                write_split(pipe, split)  # from here on its rows belong to inference, until a reply names it
+            while splits := read_splits(pipe):
+                for split in splits:
+                    timer(seconds)
+                    envs.step(split)
+                    timer(0)  # waiting for actions is no hang
+                    write_split(pipe, split)
+            timer(seconds)
+            envs.close()
+        except BaseException:  # sys.exit() in an environment, too
+            text = traceback.format_exc()
+            if mailbox.printed[0] != zlib.crc32(text.encode()):
+                mailbox.printed[0] = zlib.crc32(text.encode())
+                os.write(2, f"actor {worker}:\n{text}".encode())  # in one piece: not mixed with another actor's
+            sys.exit(1)
 
 
 # === Inference ========================================================================================================
@@ -1475,12 +1219,12 @@ class ActingPolicy:
     that work. So inference never sees half an update."""
 
     def __init__(self, agent: Agent, device: torch.device):
-        self.device, self.learned = device, list(agent.state_dict().values())  # updated in place
-        self.current, self.spare = (self.frozen_copy(agent) for _ in range(2))
+        self.device, self.learned = device, [*agent.parameters(), *agent.buffers()]  # updated in place
+        self.current, self.spare = self.frozen_copy(agent), self.frozen_copy(agent)
 
     def frozen_copy(self, agent: Agent) -> SimpleNamespace:
         frozen = copy.deepcopy(agent).requires_grad_(False).to(self.device)  # to() packs the core's weights for cuDNN
-        tensors = list(frozen.state_dict().values())
+        tensors = [*frozen.parameters(), *frozen.buffers()]
         return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
 
     @contextlib.contextmanager
@@ -1508,32 +1252,34 @@ class Inference:
         rows, slots = max(1, args.num_workers) * args.num_envs_per_worker, slots_needed(args)
         self.size = args.num_envs_per_worker // args.worker_num_splits  # rows in a group
         self.mailbox = Mailbox(spaces, rows)
-        self.numpy = self.mailbox.numpy()
+        for field in fields_of(self.mailbox):
+            field.share_memory_()
+        self.arrays = self.mailbox.arrays()
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
         self.acting = ActingPolicy(agent, device)
-        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
+        self.full, self.released = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event): to the learner, and back
         self.bell = os.eventfd(0)  # wakes this thread when slots are free, or the run ends
         self.free_slots = deque(range(slots))
         groups = rows // self.size
         self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
-        self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
+        self.filling: list[np.ndarray | None] = [None] * groups  # its slots; None: handed over, and no new ones yet
         self.state = torch.zeros(rows, agent.state_size, device=device)
-        self.obs = tensors(spaces, rows, device=device)  # the mailbox rows being served, on the device
+        self.staged = room_for(spaces, rows, device=device)  # observations of the rows being served
         if device.type == "cuda":  # pinned, so that copies to the device run beside the host
             for source in self.mailbox.obs.values():
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        # The last finished ones of each task, as in Mailbox.episode. Checkpoints keep them: the episodes that end first
-        # after a resume are short ones, whose mean could pass for a best return.
+        # Each task's last finished ones, as EPISODE says. Checkpoints keep them: the episodes that end first after a
+        # resume are short ones, whose mean could pass for a best return.
         self.tasks = task_numbers(args)
         self.episodes: list[deque[list[float]]] = [deque(maxlen=100) for _ in tasks_of(args)]
-        self.counts = Counter()  # rows and batches served; seconds waited, by the learner too
-        self.maps = np.zeros(3)  # sums of Mailbox.maps
+        # rows served, and in how many forward passes; seconds waited, by the learner too; sums of Mailbox.maps
+        self.counts = Counter()
         self.stopping = False
 
     def release(self, slots: np.ndarray) -> None:
         """The learner gives slots back: LEARNING -> FREE, once the event, recorded after its last copy, has passed."""
-        self.free.put((slots, record_event(self.device)))
+        self.released.put((slots, record_event(self.device)))
         os.eventfd_write(self.bell, 1)
 
     def stop(self) -> None:
@@ -1548,13 +1294,16 @@ class Inference:
             for source in self.mailbox.obs.values():
                 torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
 
-    def run(self, actors: Actors) -> None:
-        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches."""
+    def run(self, actors: "Actors") -> None:
+        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches. `actors`
+        (below the first reading) has the pipes: `requests` are the groups that wait, `reply` gives them their rows
+        back, `wait` waits for the next requests, or for the bell."""
         try:
             with own_stream(self.device, self.args.inference_threads, priority=-1):
                 while not self.stopping:
                     actors.reply(self.serve(actors.requests))
-                    start, why = time.perf_counter(), "blocked" if actors.requests else "idle"
+                    why = "blocked" if actors.requests else "idle"
+                    start = time.perf_counter()
                     actors.wait()
                     self.counts[why] += time.perf_counter() - start
         except BaseException as error:
@@ -1569,16 +1318,16 @@ class Inference:
             self.store(filled)
             event = record_event(self.device)
             for group in filled:
-                self.full.put((self.slots[group], event))  # FILLING -> FULL
-                self.t[group], self.slots[group] = 0, None
-        while not self.free.empty():
-            slots, event = self.free.get()
+                self.full.put((self.filling[group], event))  # FILLING -> FULL
+                self.t[group], self.filling[group] = 0, None
+        while not self.released.empty():
+            slots, event = self.released.get()
             wait_event(event)  # the learner's copy out of these slots
             self.free_slots.extend(slots)
         for group in groups:
-            if self.slots[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
-                self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
-        ready = [group for group in groups if self.slots[group] is not None]
+            if self.filling[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
+                self.filling[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
+        ready = [group for group in groups if self.filling[group] is not None]
         if ready:
             self.act(ready)
         return ready
@@ -1586,17 +1335,19 @@ class Inference:
     def store(self, groups: list[int]):
         """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and slots on the
         host, and on the device, there with `first`."""
-        n, numpy, rollouts = self.size, self.numpy, self.rollouts
+        n, arrays, rollouts = self.size, self.arrays, self.rollouts
         rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
         t = np.repeat([self.t[group] for group in groups], n)
-        slots = np.concatenate([self.slots[group] for group in groups])
-        rollouts.first[t, slots] = first = numpy.first[rows]
-        later = t > 0  # at t = 0 the reward belongs to the slot before, which has it
-        t1, s1, r1 = t[later] - 1, slots[later], rows[later]
-        rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
+        slots = np.concatenate([self.filling[group] for group in groups])
+        first = arrays.first[rows]
+        rollouts.first[t, slots] = first
+        later = t > 0  # at t = 0 reward and flag belong to the slot before, which has them
+        before = (t[later] - 1, slots[later])  # index of the action that they followed
+        rollouts.rewards[before] = arrays.reward[rows[later]]
+        rollouts.terminated[before] = arrays.terminated[rows[later]]
         index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
         for name, source in self.mailbox.obs.items():
-            staged, field = self.obs[name], rollouts.obs[name]
+            staged, field = self.staged[name], rollouts.obs[name]
             for i, group in enumerate(groups):
                 staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
             if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
@@ -1609,23 +1360,293 @@ class Inference:
         (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
         n, rollouts = len(rows), self.rollouts
         with self.acting.use(self.acting.current) as policy:
-            state, obs = self.state[d_rows], {name: staged[None, :n] for name, staged in self.obs.items()}
-            logits, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), state)
+            obs = {name: staged[None, :n] for name, staged in self.staged.items()}
+            before = self.state[d_rows]
+            logits, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), before)
             actions, logprobs = sample_actions(logits[0], policy.agent.heads)
             rollouts.actions[d_t, d_slots] = actions
-            rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
-            if (t == 0).any():
-                rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
+            rollouts.logprobs[d_t, d_slots] = logprobs
+            rollouts.values[d_t, d_slots] = values[0]
+            begun = np.flatnonzero(t == 0)
+            if len(begun):
+                d_begun = torch.from_numpy(begun).to(self.device, non_blocking=True)
+                rollouts.rnn_state[d_slots[d_begun]] = before[d_begun]
             rollouts.versions[t, slots] = policy.version
         # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
-        self.numpy.action[rows] = actions.cpu().numpy()
-        for row in rows[self.numpy.episode[rows, 2] > 0]:
-            self.episodes[self.tasks[row]].append(self.numpy.episode[row].tolist())
-        self.maps += self.numpy.maps[rows].sum(0)
+        self.arrays.action[rows] = actions.cpu().numpy()
+        ended = rows[self.arrays.episode[rows, EPISODE.index("episodic_length")] > 0]
+        for row in ended:
+            self.episodes[self.tasks[row]].append(self.arrays.episode[row].tolist())
+        self.counts.update(dict(zip(("compiling", "saved", "unsaved"), self.arrays.maps[rows].sum(0).tolist())))
         for group in groups:
             self.t[group] += 1
-        self.counts["served"] += n
-        self.counts["batches"] += 1
+        self.counts["rows"] += n
+        self.counts["forwards"] += 1
+
+
+# === Learner ==========================================================================================================
+
+
+class Learner:
+    """Takes FULL slots, those of an iteration at a time, and improves the policy."""
+
+    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
+        self.args, self.agent, self.inference, self.device = args, agent, inference, device
+        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.full_slots: list[int] = []  # the oldest first
+        self.version = 0  # of the policy published last
+        self.global_step = 0  # valid transitions received
+        self.skipped = 0  # iterations, or steps of one, without a single usable sample
+        self.best_return = -float("inf")
+        self.deadline = np.inf  # when the time is up
+
+    def load(self, checkpoint: dict) -> None:
+        """All but the weights, which the agent has already."""
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
+        self.best_return = checkpoint["best_return"]
+        for episodes, saved in zip(self.inference.episodes, checkpoint["episodes"]):
+            episodes.extend(episode for episode in saved if len(episode) == len(EPISODE))
+        self.inference.acting.publish(self.version)
+
+    def collect(self) -> np.ndarray | None:
+        """Waits for the slots of an iteration: FULL -> LEARNING. None when the time is up or the user stops the run
+        (STOP is below, beside what a signal does). Raises what has ended the inference thread."""
+        start, args = time.perf_counter(), self.args
+        count = args.num_batches_per_epoch * args.batch_size // args.rollout
+        while not STOP.asked_at and time.monotonic() < self.deadline:
+            if len(self.full_slots) >= count:
+                self.inference.counts["waited"] += time.perf_counter() - start
+                slots, self.full_slots = self.full_slots[:count], self.full_slots[count:]
+                return np.array(slots)
+            with contextlib.suppress(queue.Empty):
+                item = self.inference.full.get(timeout=0.5)
+                if isinstance(item, BaseException):
+                    raise item
+                slots, event = item
+                wait_event(event)  # inference's writes to these slots
+                self.full_slots.extend(slots)
+        return None
+
+    def learning_rate(self) -> float:
+        """Of the next iteration."""
+        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
+        return self.args.learning_rate * left
+
+    def iterate(self, slots: np.ndarray) -> dict[str, float]:
+        """Learns from the slots of an iteration, and publishes each policy that it makes. The slots stay LEARNING until
+        the last policy is published. Returns the metrics of the last step that had samples. Raises FloatingPointError
+        before a non-finite update is made: the weights are still good."""
+        args, rollouts, version = self.args, self.inference.rollouts, self.version
+        metrics = {}
+        valid = ~rollouts.first[1:, slots]
+        steps, too_old, lag, longest = self.count((version - rollouts.versions[:, slots])[valid])
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
+        self.global_step += steps
+        if too_old == steps:  # an iteration without a usable sample is no update
+            self.skipped += 1
+        else:
+            batches = []  # slots of each optimiser step
+            if version or not args.normalize_input:  # the first iteration only initialises the inputs' statistics
+                for _ in range(args.num_epochs):
+                    dealt = slots[torch.randperm(len(slots)).numpy()]
+                    batches += np.split(dealt, args.num_batches_per_epoch)
+            for i, batch in enumerate(batches):
+                if i > 0:
+                    self.publish()
+                last_epoch = i >= len(batches) - args.num_batches_per_epoch
+                metrics = self.update(self.gather(batch, version), last_epoch) or metrics
+            # New statistics change the policy too: they are published together with the last weights.
+            if args.normalize_input:
+                self.update_statistics(slots, valid)
+            self.publish()
+        self.inference.release(slots)  # with `sync` only now are there free ones: to be filled by the newest version
+        if metrics:
+            metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+            metrics["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        if steps:
+            metrics |= {"lag/mean": lag / steps, "lag/max": longest, "lag/masked": too_old / steps}
+        return metrics
+
+    def count(self, lags: np.ndarray) -> tuple[int, int, int, int]:
+        """lags of an iteration's valid samples -> how many, how many too old to be used; the sum and the longest."""
+        too_old = np.count_nonzero(lags >= self.args.max_policy_lag)
+        return len(lags), too_old, int(lags.sum()), int(lags.max(initial=0))
+
+    def gather(self, slots: np.ndarray, version: int) -> Batch:
+        """Copies slots out of the rollouts. version: the learner's when it took them, from which lags are counted."""
+        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
+        obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
+        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
+        rnn_state = r.rnn_state.index_select(0, d_slots)
+        first, lag = r.first[:, slots], version - r.versions[:, slots]
+        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]  # here without asking the device
+        mask = ~first[1:] & (lag < self.args.max_policy_lag)
+        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
+        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
+        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts)
+
+    def update(self, batch: Batch, last_epoch: bool) -> dict[str, torch.Tensor]:
+        """One optimiser step. Returns its metrics; none where no sample could be used."""
+        loss, target, metrics = appo_loss(self.args, self.agent, batch)
+        grad_norm = self.step(loss, batch.mask)
+        if self.args.normalize_returns and last_epoch:  # every sample counts once
+            task = batch.obs["task"][:-1]
+            self.agent.critic.update(target.flatten(), task.flatten(), batch.mask.flatten())
+        return {} if grad_norm is None else metrics | {"losses/grad_norm": grad_norm}
+
+    def step(self, loss: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """Descends the loss. Returns the norm of its gradient; None, and no step, where the mask of its samples was
+        empty (0/0). Raises FloatingPointError."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        if torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
+            self.optimizer.step()
+            return grad_norm
+        if mask.any():
+            raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite: a lower --learning-rate "
+                                     "or --max-grad-norm may help")  # fmt: skip
+        self.skipped += 1
+        return None
+
+    def update_statistics(self, slots: np.ndarray, valid: np.ndarray) -> None:
+        """Those of the inputs, by a quarter of the iteration's steps, drawn at random: neighbours hardly differ."""
+        times = torch.randperm(len(valid))[: max(1, len(valid) // 4)].tolist()
+        d_slots = torch.from_numpy(slots).to(self.device)
+        rollouts = self.inference.rollouts.obs.items()
+        obs = {name: torch.cat([field[t].index_select(0, d_slots) for t in times]) for name, field in rollouts}
+        self.agent.update_normalizers(obs, torch.from_numpy(valid[times].flatten()).to(self.device))
+
+    def publish(self) -> None:
+        self.version += 1
+        self.inference.acting.publish(self.version)
+
+
+# A first reading ends here. What follows starts a run, keeps it alive and tidy, and reports what it does.
+
+
+# === Actors and signals ===============================================================================================
+
+
+class Actors:
+    """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
+    thread while the environments start, then the inference thread, and the main thread again when they are to stop.
+
+    When an actor dies, its environments and the last transition of each of its rows are lost: the row's next
+    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
+
+    SHORT_LIFE = 1000  # requests. A worker whose actors die sooner three times in a row ends the run
+
+    def __init__(self, args: Args, inference: "Inference", session: int, log):
+        """Another `session` number gives the environments other seeds."""
+        self.args, self.inference, self.session, self.log = args, inference, session, log
+        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
+        self.selector, self.deaths = selectors.DefaultSelector(), 0
+        self.selector.register(inference.bell, selectors.EVENT_READ)
+        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
+        # of each worker: its actor, our end of its pipe, how often this actor has asked, how many died early in a row
+        self.workers = max(1, args.num_workers)
+        self.actors, self.pipes = [None] * self.workers, [None] * self.workers
+        self.requested, self.short_lives = [0] * self.workers, [0] * self.workers
+
+    def start_all(self) -> None:
+        """Returns when every environment has been started, or the user stops the run. Raises UserError."""
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
+        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
+        multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        multiprocessing.forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        for worker in range(self.workers):
+            self.start(worker)
+        total, n = len(self.inference.mailbox.first), self.inference.size
+        with tqdm(total=total, desc="starting environments", disable=None) as bar:
+            while len(self.requests) * n < total and not STOP.asked_at:
+                self.wait(0.5)
+                bar.update(len(self.requests) * n - bar.n)
+
+    def start(self, worker: int) -> None:
+        args, allowed = self.args, sorted(os.sched_getaffinity(0))
+        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
+        # The seed of its first environment; environment i gets seed + i. Below 2**30, so that all fit 31 bits.
+        entropy = np.random.SeedSequence((args.seed, self.session, worker, self.deaths))
+        seed = int(entropy.generate_state(1)[0]) >> 2
+        self.requested[worker] = 0
+        self.pipes[worker], pipe = self.context.Pipe()
+        self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
+        process = self.context.Process if args.num_workers else multiprocessing.dummy.Process  # dummy: a thread
+        started = process(target=actor, args=(core, args, worker, seed, self.inference.mailbox, pipe))
+        started.daemon = True
+        started.start()
+        self.actors[worker] = started
+        # On return nothing refers to `pipe` here, so it is closed: the actor's copy is the only one, and ends with it.
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for requests, for slots that become free (the bell), or for the end. Raises UserError."""
+        S = self.args.worker_num_splits
+        for key, _ in self.selector.select(timeout):
+            worker = key.data
+            if worker is None:
+                os.eventfd_read(self.inference.bell)
+            elif splits := read_splits(key.fileobj):
+                self.requests += [worker * S + split for split in splits]
+                self.requested[worker] += len(splits)
+            else:
+                self.replace(worker)
+
+    def reply(self, groups: list[int]) -> None:
+        """Gives the groups' rows back to their actors."""
+        self.requests = [group for group in self.requests if group not in groups]
+        for group in groups:
+            worker, split = divmod(group, self.args.worker_num_splits)
+            write_split(self.pipes[worker], split)
+
+    def replace(self, worker: int) -> None:
+        """The actor has ended, and with its pipe all that it had asked for."""
+        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
+        self.selector.unregister(self.pipes[worker])
+        self.pipes[worker].close()
+        if not self.args.num_workers:  # a thread is not replaced
+            raise UserError("the actor has ended; what it died of is above")
+        self.actors[worker].join(5)
+        self.actors[worker].kill()  # if it has closed its pipe, but lives
+        self.actors[worker].join(5)
+        how = f"died (exit code {self.actors[worker].exitcode})"
+        if self.actors[worker].exitcode == -signal.SIGALRM:
+            how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
+        self.deaths += 1
+        self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
+        if self.short_lives[worker] == 3:
+            raise UserError(f"actor {worker} {how}, for the third time in a row")
+        self.log(f"actor {worker} {how}; starting another")
+        self.start(worker)
+
+    def stop(self) -> None:
+        """Ends all actors: by closing their pipes, and after five seconds by force. A thread is waited for: Python
+        cannot end beside one that is in an engine."""
+        deadline = time.monotonic() + 5
+        for pipe in filter(None, self.pipes):
+            pipe.close()
+        for process in filter(None, self.actors):
+            process.join(max(0.0, deadline - time.monotonic()) if self.args.num_workers else None)
+            if self.args.num_workers:
+                process.kill()
+
+
+STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
+
+
+def on_signal(number: int, frame) -> None:
+    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
+    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
+    comes more than a second later ends this process at once, and with it actors and engines. One that comes sooner is
+    taken for the first one, sent twice by a launcher; while a checkpoint is being written any is ignored."""
+    STOP.asked_at = STOP.asked_at or time.monotonic()
+    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
+        os.write(2, b"\nstopped at once\n")
+        os._exit(130)
 
 
 @contextlib.contextmanager
@@ -1642,156 +1663,6 @@ def sampling(inference: Inference, actors: Actors):
             thread.join(10)
         actors.stop()
         inference.unpin()
-
-
-# === Learner ==========================================================================================================
-
-
-class Learner:
-    """Takes FULL slots, those of an iteration at a time, and improves the policy."""
-
-    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
-        self.args, self.agent, self.inference, self.device = args, agent, inference, device
-        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.slots: list[int] = []  # FULL ones, the oldest first
-        self.version = 0  # of the policy published last
-        self.global_step = 0  # valid transitions received
-        self.skipped = 0  # iterations, or steps of one, without a single usable sample
-        self.best_return = -float("inf")
-        self.deadline = np.inf  # when the time is up
-
-    def load(self, checkpoint: dict) -> None:
-        """All but the weights, which the agent has already."""
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
-        self.best_return = checkpoint["best_return"]
-        for episodes, saved in zip(self.inference.episodes, checkpoint["episodes"]):
-            episodes.extend(saved)
-        self.inference.acting.publish(self.version)
-
-    def collect(self) -> np.ndarray | None:
-        """Waits for the slots of an iteration: FULL -> LEARNING. None when the time is up or the user stops the run.
-        Raises what has ended the inference thread."""
-        start, args = time.perf_counter(), self.args
-        count = args.num_batches_per_epoch * args.batch_size // args.rollout
-        while not STOP.asked_at and time.monotonic() < self.deadline:
-            if len(self.slots) >= count:
-                self.inference.counts["waited"] += time.perf_counter() - start
-                slots, self.slots = self.slots[:count], self.slots[count:]
-                return np.array(slots)
-            with contextlib.suppress(queue.Empty):
-                item = self.inference.full.get(timeout=0.5)
-                if isinstance(item, BaseException):
-                    raise item
-                slots, event = item
-                wait_event(event)  # inference's writes to these slots
-                self.slots.extend(slots)
-        return None
-
-    def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copies slots out of the rollouts. Returns them, and the lags of the valid samples, on the host."""
-        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
-        obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
-        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
-        first, lag = r.first[:, slots], self.version - r.versions[:, slots]
-        valid = ~first[1:]
-        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
-        mask = valid & (lag < self.args.max_policy_lag)
-        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
-        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
-        rnn_state = r.rnn_state.index_select(0, d_slots)
-        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts), lag[valid]
-
-    def batches(self, iteration: Batch):
-        """Yields the batch of each optimiser step. Every epoch deals out the iteration's rollouts anew; where there is
-        one batch, it is all of them."""
-        for _ in range(self.args.num_epochs):
-            if self.args.num_batches_per_epoch == 1:
-                yield iteration
-                continue
-            order = torch.randperm(iteration.mask.shape[1]).to(self.device)
-            for index in order.chunk(self.args.num_batches_per_epoch):
-                obs = {name: x.index_select(1, index) for name, x in iteration.obs.items()}
-                others = {name: x.index_select(0 if name == "rnn_state" else 1, index)
-                          for name, x in iteration._asdict().items() if torch.is_tensor(x)}  # fmt: skip
-                restart = others["first"].any(1).tolist()  # waits for the device; the step before has done so, too
-                yield Batch(obs=obs, **others, restarts=[t for t in range(len(restart)) if t == 0 or restart[t]])
-
-    def learning_rate(self) -> float:
-        """Of the next iteration."""
-        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
-        return self.args.learning_rate * left
-
-    def iterate(self, slots: np.ndarray) -> dict[str, float] | None:
-        """Learns from slots, which are LEARNING until they are given back: as soon as they are copied, but with `sync`
-        only after the new policy has been published. Returns metrics, or None when another rank has left. Raises
-        FloatingPointError before a non-finite update is made: weights and statistics are still good."""
-        args, metrics = self.args, {}
-        iteration, lags = self.gather(slots)
-        if not args.sync:
-            self.inference.release(slots)
-        # Infinities are clipped to +-5, so no loss would show them. Squares, because the statistics are made of them.
-        finite = all(bool(x.square().isfinite().all()) for x in iteration.obs.values() if x.is_floating_point())
-        too_old = np.count_nonzero(lags >= args.max_policy_lag)
-        valid, too_old, lag, broken, leaving = self.sum_counts(len(lags), too_old, lags.sum(), not finite)
-        if leaving:
-            return None
-        if broken:
-            raise FloatingPointError("an observation is not finite")
-        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
-        self.global_step += int(valid)
-        if valid == too_old:  # an iteration without a usable sample is no update
-            self.skipped += 1
-        else:
-            if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
-                metrics = self.update(iteration)
-            # New statistics change the policy too: they are published together with the last weights.
-            self.agent.update_normalizers(iteration.obs, ~iteration.first[1:])
-            self.publish()
-        if args.sync:  # only now: the next samples are all of the newest version
-            self.inference.release(slots)
-        if valid:
-            metrics |= {"lag/mean": lag / valid, "lag/max": lags.max(initial=0), "lag/masked": too_old / valid}
-        return metrics
-
-    def sum_counts(self, valid=0, too_old=0, lag=0, broken=0, leaving=0) -> list[float]:
-        """The sums over all ranks, which this waits for. leaving: this rank ends the run, for all of them."""
-        start = time.perf_counter()
-        sums = sum_over_ranks(torch.tensor([valid, too_old, lag, broken, leaving], dtype=torch.float64)).tolist()
-        self.inference.counts["ranks"] += time.perf_counter() - start
-        return sums
-
-    def update(self, iteration: Batch) -> dict[str, float]:
-        """The optimiser steps of an iteration; returns the last one's metrics. Publishes the weights after each but the
-        last: that is for the caller."""
-        metrics = {}
-        for i, batch in enumerate(self.batches(iteration)):
-            if i:
-                self.publish()
-            loss, target, of_batch = appo_loss(self.args, self.agent, batch)
-            self.optimizer.zero_grad()
-            loss.backward()
-            sum_over_ranks(loss.detach())  # in place: `loss` becomes that of the union, as the gradients do
-            for parameter in self.agent.parameters():
-                sum_over_ranks(parameter.grad)
-            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
-            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
-                if not sum_over_ranks(batch.mask.sum()):  # 0/0: a step without a usable sample is none
-                    self.skipped += 1
-                    continue
-                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
-            self.optimizer.step()
-            metrics = of_batch | {"losses/grad_norm": grad_norm}
-            last_epoch = i >= (self.args.num_epochs - 1) * self.args.num_batches_per_epoch
-            if self.args.normalize_returns and last_epoch:  # every sample counts once
-                task = batch.obs["task"][:-1]
-                self.agent.critic.update(target.flatten(), task.flatten(), batch.mask.flatten())
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
-
-    def publish(self) -> None:
-        self.version += 1
-        self.inference.acting.publish(self.version)
 
 
 # === Checkpoints ======================================================================================================
@@ -1829,7 +1700,7 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
-            log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
+            log(f"warning: {path} cannot be read ({error!r:.200})")
     if paths:  # a fresh start would in time delete them
         raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
     return None
@@ -1865,102 +1736,131 @@ def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Age
     return agent, args, checkpoint["global_step"]
 
 
-# === Evaluate =========================================================================================================
-
-
-@torch.inference_mode()
-def evaluate(args: Args, folder: Path) -> list[float]:
-    """Plays `eval_episodes` episodes of each task with a checkpoint, one task after the other; prints the raw returns,
-    and returns their means."""
-    if args.save_video:
-        import imageio.v2 as imageio
-    chosen, trained = tasks_of(args), saved_args(folder)["env_id"]
-    # Environments of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
-    count = min(args.eval_episodes, 16 if len(chosen) == 1 else 4)
-    changes = asdict(args) | dict(num_envs_per_worker=count, one_task_per_worker=True, env_id=trained)
-    check_level(args)  # of what is played; the data sets of other tasks need not be here
-    agent, args, step = load_agent(folder, args.load_checkpoint_kind, **changes)
-    tasks = tasks_of(args)
-    if unknown := [task for task in chosen if task not in tasks]:
-        raise UserError(f"{folder} was trained on {trained}, not on {', '.join(unknown)}")
-    args.num_workers = len(tasks)  # task i has the rows of "worker" i, though all play in this process, one by one
-    spaces = spaces_of(args)
-    check_shared_memory(spaces, count * len(tasks))
-    device, mailbox = torch.device(args.device), Mailbox(spaces, count * len(tasks))
-    numpy = mailbox.numpy()
-    per_env = -(-args.eval_episodes // count)  # the same for each: taking the first to end would favour short ones
-    kind, frames, means, scores = "likeliest" if args.eval_deterministic else "sampled", [], [], []
-    print(f"{args.eval_episodes} episodes a task, {kind} actions, step {step:,}: mean return +- standard deviation")
-    for number, task in ((tasks.index(task), task) for task in chosen):
-        returns, state = [[] for _ in range(count)], torch.zeros(count, agent.state_size, device=device)
-        bar = tqdm(total=count * per_env, desc=task, unit=" episodes", disable=None, leave=False)
-        with bar, contextlib.closing(WorkerEnvs(args, number, numpy, args.seed)) as envs:
-            rows = envs.rows[0]
-            envs.reset(0)
-            while any(len(finished) < per_env for finished in returns):
-                recording = args.save_video and task == chosen[0] and len(returns[0]) < per_env
-                if recording and len(frames) < 60 * TICKS_PER_SECOND / args.frameskip:
-                    frames.append(np.array(envs.splits[0].render()[0]))
-                obs = {name: part[rows].to(device)[None] for name, part in mailbox.obs.items()}
-                logits, _, state = agent(obs, mailbox.first[rows].to(device)[None], state)
-                numpy.action[rows] = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0].cpu().numpy()
-                envs.step(0)
-                for i in np.flatnonzero(numpy.episode[rows, 2]):
-                    if len(returns[i]) < per_env:
-                        returns[i].append(float(numpy.episode[rows][i, 0]))
-                        bar.update()
-        flat = [value for finished in returns for value in finished][: args.eval_episodes]
-        means.append(float(np.mean(flat)))
-        text = f"{task_of(task).test or task:40} {means[-1]:8.2f} +- {np.std(flat):6.2f}"
-        if task in TASKS:
-            scores.append(human_normalized(task, means[-1]))
-            text += f"   {scores[-1]:6.1f} % of people"
-        print(text)
-    if len(scores) == len(chosen) > 1:
-        capped = np.mean(np.minimum(scores, 100))
-        print(f"mean over tasks: {np.mean(scores):.1f} % of people, each capped at 100: {capped:.1f} %")
-    if args.save_video:
-        larger = ["-vf", "scale=4*iw:4*ih:flags=neighbor"]
-        imageio.mimwrite(folder / "video.mp4", frames, fps=TICKS_PER_SECOND / args.frameskip, macro_block_size=2,
-                         output_params=larger)  # fmt: skip
-        print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
-    return means
-
-
 # === Main =============================================================================================================
+
+
+# The ranges of numeric flags; what is not named here is free
+AT_LEAST = {
+    0: ("seed", "train_for_seconds", "save_every_sec", "num_workers", "actor_timeout", "max_batches_ahead", "gamma",
+        "learning_rate", "vtrace_rho", "vtrace_c", "vtrace_lambda", "clip_coef", "ppo_clip_value", "vf_coef",
+        "ent_coef", "max_grad_norm", "reward_clip"),
+    1: ("frameskip", "total_timesteps", "keep_checkpoints", "num_envs_per_worker", "worker_num_splits", "rollout",
+        "inference_threads", "learner_threads", "batch_size", "num_batches_per_epoch", "num_epochs", "max_policy_lag",
+        "hidden_size", "fill_level_cache"),
+}  # fmt: skip
+# A reply is one byte; appo_loss bounds the ratio by 20 before V-trace does; a timer cannot be set to infinity
+AT_MOST = dict(seed=2**31 - 1, worker_num_splits=256, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
+               vtrace_lambda=1)  # fmt: skip
+BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
+# Flags of one session, not of the experiment; and what a resumed run may not change
+SESSION, FIXED = (("train_for_seconds", "test_levels", "fill_level_cache"),
+                  ("env_id", "extended_action_set", "normalize_returns"))  # fmt: skip
+
+
+def resolve(args: Args) -> Args:
+    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
+    args = copy.copy(args)
+    for low, names in AT_LEAST.items():
+        for name in names:
+            value, high = getattr(args, name), AT_MOST.get(name, np.inf)
+            if value is not None and not low <= value <= high:
+                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
+        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    cpu = torch.device(args.device).type == "cpu"
+    if args.precision == "auto":
+        if cpu:
+            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        else:
+            with torch.cuda.device(args.device):
+                capable = torch.cuda.is_bf16_supported(including_emulation=False)
+        args.precision = "bfloat16" if capable else "float32"
+    cores, quota = len(os.sched_getaffinity(0)), np.inf
+    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
+        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
+    n = max(1, int(min(cores, quota)))
+    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
+        args.set_workers_cpu_affinity = False
+    args.num_workers = n if args.num_workers is None else args.num_workers
+    if args.num_workers == 0:
+        args.sync, args.worker_num_splits = True, 1
+    elif args.worker_num_splits is None:
+        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
+    # On a CPU learning with the ResNet costs more than inference and the environments together (benchmark/results/
+    # parts_dmlab.json): it may use every core.
+    learner_share, inference_share = (1, 1) if args.sync else (1, 4)
+    args.learner_threads = args.learner_threads or (max(1, n // learner_share) if cpu else 1)
+    args.inference_threads = args.inference_threads or (max(1, n // inference_share) if cpu else 1)
+    if args.num_envs_per_worker % args.worker_num_splits:
+        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
+                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
+    if args.extended_action_set is None:
+        args.extended_action_set = "dmlab_30" in args.env_id.split(",")
+    if args.actor_timeout is None:
+        args.actor_timeout = max(600.0, 60.0 * args.num_envs_per_worker / args.worker_num_splits)
+    rows = max(1, args.num_workers) * args.num_envs_per_worker
+    batches = args.num_batches_per_epoch
+    if args.batch_size is None and args.sync:  # one rollout of every row
+        args.batch_size = max(1, rows // batches) * args.rollout
+    elif args.batch_size is None:
+        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
+        args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
+    if args.batch_size % args.rollout:
+        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
+    if args.sync and batches * args.batch_size != rows * args.rollout:
+        raise UserError(f"--sync (which --num-workers 0 implies) needs one rollout of every row: {batches} batches of "
+                        f"{args.batch_size} samples are not {rows} rows x {args.rollout} steps; --batch-size None is "
+                        "the one that fits, where --num-batches-per-epoch divides the rows")  # fmt: skip
+    return args
+
+
+def check_memory(args: Args, spaces: Spaces, state_size: int) -> None:
+    """Raises UserError where mailbox, engines or rollouts have no room: else CUDA, or the kernel, would end the run."""
+    device, rows = torch.device(args.device), max(1, args.num_workers) * args.num_envs_per_worker
+    shared = rows * (mebibytes(Mailbox(spaces, 1)) + ENV_SHARED_MEMORY / 2**20)
+    slots = slots_needed(args) + args.batch_size // args.rollout  # and a batch that is gathered from them
+    private = slots * mebibytes(Rollouts(spaces, args.rollout, 1, state_size, torch.device("cpu")))
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] / 2**20
+    else:
+        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**10
+        with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max"
+            free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**20)
+    if shared > (room := shutil.disk_usage("/dev/shm").free / 2**20):
+        raise UserError(f"/dev/shm has {room:,.0f} MiB free, {shared:,.0f} MiB are needed: use fewer environments or a "
+                        "larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
+    if private > 0.8 * free:
+        raise UserError(f"{slots:,} slots of rollouts need {private:,.0f} MiB of {free:,.0f} that are free, a fifth of "
+                        "which must remain: use a smaller --batch-size or fewer environments")  # fmt: skip
 
 
 def parse_args() -> tuple[Args, Path]:
     """Args as typed, and the run's folder. For an experiment that exists its saved flags hold, except for those typed
     now. Raises UserError."""
     args = tyro.cli(Args)
-    for name in EVALUATION:
-        if getattr(args, name) != getattr(Args, name) and not args.evaluate:
-            raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
-    if args.evaluate and args.experiment is None:
-        raise UserError("--evaluate needs the name of an --experiment")
-    if dist.is_initialized() and (args.evaluate or args.fill_level_cache):
-        raise UserError("--evaluate and --fill-level-cache are for one process, without torchrun")
-    if args.experiment is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        raise UserError("torchrun --max-restarts can only go on with a run that has a name: give it an --experiment")
-    experiment = args.experiment or f"{args.env_id[:100]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    fresh = f"{args.env_id[:100]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+    experiment = args.experiment or fresh
     folder = Path(args.train_dir) / experiment
     if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
         raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
-    if args.evaluate or (folder / "cfg.json").exists():
-        saved = asdict(Args(**saved_args(folder)))
+    if (folder / "cfg.json").exists():
+        saved, file = saved_args(folder), Path(__file__).name
         args = tyro.cli(Args, default=Args(**saved))
-        for name in (name for name in saved.keys() - set(SESSION) if getattr(args, name) != saved[name]):
-            change = f"{name} {saved[name]} -> {getattr(args, name)}"
-            if name in FIXED and not args.evaluate:
-                raise UserError(f"{folder} holds another environment: {change}; rename --experiment")
-            print(f"override: {change}")
+        made_by = Path(json.loads((folder / "cfg.json").read_text()).get("file", file)).name
+        changes = {"file": (made_by, file)} if made_by != file else {}
+        for name, value in asdict(args).items():
+            if name not in SESSION and value != saved.get(name, "none"):
+                changes[name] = saved.get(name, "none"), value
+        for name, (before, now) in changes.items():
+            if name in FIXED:
+                raise UserError(f"{folder} holds another environment, of {made_by}: {name} {before} -> {now}; "
+                                "rename --experiment")  # fmt: skip
+            print(f"override: {name} {before} -> {now}")
     args.experiment = experiment
-    if not args.evaluate:
-        spaces_of(resolved := resolve(args))  # these raise what would be raised later too, but then on every rank
-        check_level(resolved)
-        if not args.fill_level_cache:
-            shares_of_tasks(resolved)
     return args, folder
 
 
@@ -1977,15 +1877,8 @@ def open_log(folder: Path):
     return file
 
 
-def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
-    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
-        ctypes.CDLL(None).mallopt(option, value)
-
-
 class Reporter:
-    """The progress bar, log.txt and TensorBoard, on rank 0 alone: returns and times are its own, steps those of all
-    ranks. Every rate is over the window since the last report."""
+    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report."""
 
     def __init__(self, args: Args, learner: Learner, folder: Path, log):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
@@ -1993,10 +1886,15 @@ class Reporter:
         self.args, self.learner, self.inference, self.log = args, learner, learner.inference, log
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
         self.writer.add_text("args", json.dumps(asdict(args), indent=2))
-        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id, unit=" steps",
-                        unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
-        self.metrics, self.last = {}, Counter(time=time.monotonic(), step=learner.global_step)
+        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id[:8],
+                        dynamic_ncols=True, bar_format="{desc} {percentage:.0f}%{bar}{remaining}{postfix}",
+                        disable=None)  # fmt: skip
+        self.metrics, self.last = {}, self.now()
         self.minute, self.warned = deque(maxlen=12), False
+
+    def now(self) -> Counter:
+        counts = dict(time=time.monotonic(), step=self.learner.global_step, version=self.learner.version)
+        return Counter(self.inference.counts, **counts)
 
     def update(self, metrics: dict[str, float]) -> float:
         """Called after every iteration, with its metrics. Every five seconds it reports, and returns the score over all
@@ -2004,8 +1902,7 @@ class Reporter:
         self.metrics |= metrics
         step = self.learner.global_step
         self.bar.update(step - self.bar.n)
-        compiling, _, unsaved = self.inference.maps.tolist()
-        now = Counter(self.inference.counts, time=time.monotonic(), step=step, compiling=compiling, unsaved=unsaved)
+        now = self.now()
         change = now - self.last
         if (seconds := change["time"]) < 5:
             return -np.inf
@@ -2019,29 +1916,28 @@ class Reporter:
             "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
             "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
             "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
-            "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
+            "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
             "stats/compiling": compiling / spent / max(1, self.args.num_workers),  # actors compile maps: over a minute
         }
-        if dist.is_initialized():
-            scalars["stats/all_reduce"] = change["ranks"] / seconds  # the learner waits for other ranks
         score, score_text, scores = self.scores()
         scalars |= scores
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        if change["ranks"] > max(change["blocked"], change["waited"]):
-            bottleneck = "another rank"
-        elif change["blocked"] >= change["waited"]:
+        if change["blocked"] >= change["waited"]:
             bottleneck = "learner"
+        elif change["idle"] > 0.5 * (seconds - change["blocked"]):
+            compiles = scalars["stats/compiling"] > 0.5
+            bottleneck = "compiling maps (--fill-level-cache)" if compiles else "environments"
         else:
-            bottleneck = "environments" if change["idle"] > 0.5 * (seconds - change["blocked"]) else "inference"
-            if bottleneck == "environments" and scalars["stats/compiling"] > 0.5:
-                bottleneck = "compiling maps (--fill-level-cache)"
+            bottleneck = "inference"
         if change["unsaved"] and not self.warned:
             self.warned = True
             self.log("warning: a map or its seed was not saved (is the disk nearly full?); the run goes on without")
-        text = f"{fps:,.0f} frames/s, {score_text}lag {self.metrics.get('lag/mean', 0):.1f}, bottleneck: {bottleneck}"
+        text = f"{score_text}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
         self.bar.set_postfix_str(text)
         self.log(f"step {step:,}: {text}", self.bar.disable)
+        if not change["version"]:
+            self.log(f"warning: no update in {seconds:.0f} s: no sample could be used (lag/masked: --max-policy-lag)")
         return score
 
     def scores(self) -> tuple[float, str, dict[str, float]]:
@@ -2052,10 +1948,10 @@ class Reporter:
         score, text, scalars = -np.inf, "", {}
         if len(tasks) > 1:
             for task, mean in played.items():
-                scalars |= {f"tasks/{task}/episodic_return": mean[0], f"tasks/{task}/episodic_length": mean[2]}
+                scalars |= zip((f"tasks/{task}/{name}" for name in EPISODE), mean)
         if len(played) == len(tasks):
-            tags = ("charts/episodic_return", "charts/episodic_return_trained", "charts/episodic_length")
-            scalars |= dict(zip(tags, np.mean(list(played.values()), axis=0)))  # over tasks, not over episodes
+            means = np.mean(list(played.values()), axis=0)  # over tasks, not over episodes
+            scalars |= zip((f"charts/{name}" for name in EPISODE), means)
             score = scalars["charts/episodic_return"]
             text = f"return {score:.2f}, "
             if set(tasks) <= set(TASKS):
@@ -2068,120 +1964,110 @@ class Reporter:
         return float(score) if settled else -np.inf, text, scalars
 
 
-def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter | None) -> None:
-    """The learner's loop. Rank 0 has the reporter and saves; any rank may end the loop, for all of them. What it has
-    learned is saved at the end, and before an error that leaves the weights good; not after one that nobody foresaw."""
+def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -> None:
+    """The learner's loop. What it has learned is saved at the end, and before an error that leaves the weights good;
+    not after one that nobody foresaw."""
     saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
     learner.deadline = np.inf if args.train_for_seconds is None else now + args.train_for_seconds
     saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
+    good = True  # the weights
     try:
-        while learner.global_step < args.total_timesteps:
-            if (slots := learner.collect()) is None:
-                learner.sum_counts(leaving=1)
-                break
-            if (metrics := learner.iterate(slots)) is None:
-                break
+        while learner.global_step < args.total_timesteps and (slots := learner.collect()) is not None:
+            metrics = learner.iterate(slots)
             now = time.monotonic()
-            if reporter and (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
+            if (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
                 learner.best_return, best_at = score, now
                 save_checkpoint(checkpoints / "best.pth", learner)
-            if reporter and now - saved_at >= args.save_every_sec:
+            if now - saved_at >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved, saved_at = learner.version, now
+    except BaseException as error:
+        good = isinstance(error, (FloatingPointError, UserError))
+        raise
     finally:
-        if isinstance(sys.exception(), UserError):  # only this rank has it: an actor that cannot be kept alive
-            learner.sum_counts(leaving=1)
-        foreseen = sys.exception() is None or isinstance(sys.exception(), (FloatingPointError, UserError))
-        if reporter:
-            reporter.bar.close()
-            if foreseen and learner.version > saved:  # else there is nothing new
-                save_latest(checkpoints, learner, args.keep_checkpoints)
-            reporter.writer.close()
+        reporter.bar.close()
+        if good and learner.version > saved:  # else there is nothing new
+            save_latest(checkpoints, learner, args.keep_checkpoints)
+        reporter.writer.close()
 
 
 def train(typed: Args, folder: Path) -> int:
     """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes some of our file descriptors
-    args, (rank, ranks) = resolve(typed), rank_of()
+    args = resolve(typed)
+    check_level(args)
+    shares = shares_of_tasks(args)
     device = torch.device(args.device)
     if device.type == "cpu":
-        keep_freed_memory()
+        # glibc keeps freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU
+        for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
+            ctypes.CDLL(None).mallopt(option, value)
     else:
         torch.cuda.set_device(device.index or 0)
         torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
+    torch.manual_seed(args.seed)
     spaces = spaces_of(args)
-    T, B, W = args.rollout, args.batch_size // args.rollout, args.num_workers
-    rows = max(1, W) * args.num_envs_per_worker
-    check_shared_memory(spaces, rows)
-    log_file, checkpoints, printed = None, folder / "checkpoints", engines_folder(args) / "output.txt"
+    agent = Agent(spaces, args).to(device)
+    check_memory(args, spaces, agent.state_size)
+    log_file, checkpoints = open_log(folder), folder / "checkpoints"  # nothing was written before
 
     def log(text: str, show: bool = True) -> None:
-        text = f"rank {rank}: {text}" if rank else text
-        if log_file:
-            log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if show:
             tqdm.write(text)
 
-    def begin() -> dict | None:
-        """On rank 0 alone: the others have neither log nor checkpoints."""
-        nonlocal log_file
-        log_file = open_log(folder)
-        printed.unlink(missing_ok=True)
-        return load_checkpoint(checkpoints, "latest", log)
-
-    checkpoint = from_first_rank(begin)
+    checkpoint = load_checkpoint(checkpoints, "latest", log)
     if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
-        if rank == 0:
-            log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
+        log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
         return 0
-    torch.manual_seed(args.seed)
-    agent = Agent(spaces, args).to(device)
-    for x in agent.state_dict().values() if ranks > 1 else ():  # other machines may compute other first weights
-        dist.broadcast(x, 0)
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, agent, inference, device)
+    printed = engines_folder(args) / "output.txt"
+    printed.unlink(missing_ok=True)
     if checkpoint:
         load_weights(agent, checkpoint, folder, args)
         learner.load(checkpoint)
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
             learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
-    if rank:
-        args.seed = env_seed(args.seed, rank)  # environments and random numbers of its own
     torch.manual_seed(args.seed + learner.version)
     actors = Actors(args, inference, session=learner.version, log=log)  # a resumed run has other episodes
-    if rank == 0:
-        software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
-        # A resumed run starts from what was typed and resolves again: it may be on another machine.
-        cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
-        (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
-        os.replace(folder / "cfg.tmp", folder / "cfg.json")
-        lag = 0.0 if args.sync else slots_needed(args) / B * args.num_epochs  # when the learner is the bottleneck
-        if checkpoint:
-            log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
-        steps = args.total_timesteps
-        for line in (
-            f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
-            f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
-            f"{W} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
-            f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
-            f" ({B} rollouts of {T} steps) an optimiser step; expected lag up to {lag:.1f} versions",
-            f"{mebibytes(inference.mailbox):.1f} MiB of shared memory, {mebibytes(inference.rollouts):.0f} MiB of"
-            f" rollouts in {slots_needed(args)} slots; the environments take about {envs_memory(args):.1f} GiB",
-            f"{shares_of_tasks(args)}; {spaces.heads[0]} actions; what the engines print is in {printed}",
-            f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
-            f"{ranks} ranks like this: {ranks * rows} environments,"
-            f" {ranks * args.batch_size:,} samples an optimiser step",
-        )[: 6 if ranks > 1 else 5]:
-            log(line)
+    # A resumed run starts from what was typed and resolves again, as it may be on another machine; but for the batch,
+    # which decides what is learned, and with `sync` the workers, which decide the batch.
+    kept = dict(batch_size=args.batch_size) | (dict(num_workers=args.num_workers) if args.sync else {})
+    names = ("torch", "numpy", "gymnasium", ENGINE)
+    software = {found.name: found.version for found in importlib.metadata.distributions() if found.name in names}
+    cfg = dict(file=os.path.abspath(__file__), args=asdict(typed) | kept, resolved=asdict(args), versions=software,
+               command=sys.argv)  # fmt: skip
+    (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
+    os.replace(folder / "cfg.tmp", folder / "cfg.json")
+    B, steps = args.batch_size // args.rollout, args.total_timesteps
+    # When the learner is the bottleneck, all slots but those LEARNING are ahead of a new one
+    expected_lag = 0.0 if args.sync else (slots_needed(args) / B - args.num_batches_per_epoch) * args.num_epochs
+    if checkpoint:
+        log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
+    for line in (
+        f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
+        f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
+        f"{args.num_workers} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
+        f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
+        f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
+        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory, about {envs_memory(args):.1f} GiB of the engines,"
+        f" {mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
+        f"{shares}; {spaces.heads[0]} actions; what the engines print is in {printed}",
+        f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
+    ):
+        log(line)
+    if expected_lag >= args.max_policy_lag:
+        log(f"warning: samples with a lag of {args.max_policy_lag} (--max-policy-lag) are not learned from; a larger "
+            "--batch-size has less lag")  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
     with sampling(inference, actors), own_stream(device, args.learner_threads):
-        learn(args, checkpoints, learner, None if rank else Reporter(args, learner, folder, log))
-    if rank == 0:
-        log(f"{'stopped' if STOP.asked_at else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
-            f"{learner.skipped} batches without a usable sample, {actors.deaths} actors replaced")  # fmt: skip
-    return 130 if STOP.asked_at and ranks == 1 else 0  # else torchrun would start it again
+        learn(args, checkpoints, learner, Reporter(args, learner, folder, log))
+    log(f"{'stopped' if STOP.asked_at else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
+        f"{learner.skipped} batches without a usable sample, {actors.deaths} actors replaced")  # fmt: skip
+    return 130 if STOP.asked_at else 0
 
 
 def fill_level_cache(args: Args) -> int:
@@ -2189,13 +2075,16 @@ def fill_level_cache(args: Args) -> int:
     actions are the next in a list. Returns the exit code. Raises UserError."""
     changes = dict(experiment=None, num_envs_per_worker=1, worker_num_splits=1, batch_size=None)
     args = resolve(Args(**asdict(args) | changes))
+    check_level(args)
     generated = [number for number, task in enumerate(tasks_of(args)) if task_of(task).generated]
     if not generated:
         raise UserError(f"--fill-level-cache: {args.env_id} generates no maps")
     work = sorted(generated * args.fill_level_cache)  # so that a worker gets many of a task before those of another
     total, workers = len(work), max(1, args.num_workers)
     mailbox, args.num_workers = Mailbox(spaces_of(args), workers), workers
-    numpy, done, costs = mailbox.numpy(), 0, np.zeros(3)
+    for field in fields_of(mailbox):
+        field.share_memory_()
+    arrays, done, costs = mailbox.arrays(), 0, np.zeros(3)
     actors = Actors(args, SimpleNamespace(mailbox=mailbox, size=1, bell=os.eventfd(0)), time.time_ns(), tqdm.write)
     actors.SHORT_LIFE = 3  # an engine that ends its process now and then ends no more than its map
     try:
@@ -2204,12 +2093,12 @@ def fill_level_cache(args: Args) -> int:
             while not STOP.asked_at and (work or len(actors.requests) < workers):
                 served = actors.requests[: len(work)]
                 for worker in served:
-                    numpy.action[worker] = work.pop()
+                    arrays.action[worker] = work.pop()
                 actors.reply(served)
                 idle = set(actors.requests)
                 actors.wait(0.5)
-                stepped = [w for w in actors.requests if w not in idle and not numpy.first[w]]  # not just started
-                done, costs = done + len(stepped), costs + numpy.maps[stepped].sum(0)
+                stepped = [w for w in actors.requests if w not in idle and not arrays.first[w]]  # not just started
+                done, costs = done + len(stepped), costs + arrays.maps[stepped].sum(0)
                 bar.update(len(stepped))
     finally:
         actors.stop()
@@ -2223,21 +2112,17 @@ def main() -> int:
     try:
         if sys.platform != "linux":
             raise UserError(f"this needs Linux (/proc, /dev/shm, eventfd); {sys.platform} has no such things")
-        join_ranks()
-        args, folder = from_first_rank(parse_args)
-        if args.evaluate:
-            evaluate(args, folder)
-            return 0
+        args, folder = parse_args()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
-        code = fill_level_cache(args) if args.fill_level_cache else train(args, folder)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return code
+        return fill_level_cache(args) if args.fill_level_cache else train(args, folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # in an evaluation, or before the run has begun: there is nothing to save
+    except FloatingPointError as error:
+        print(f"error: {error}; the weights from before are saved", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before the run has begun: there is nothing to save
         print("stopped", file=sys.stderr)
         return 130
 

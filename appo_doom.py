@@ -38,10 +38,10 @@ On 2 cores of an AMD EPYC (Zen 5, bfloat16, no GPU) `--env-id basic` reaches a m
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* is what it does with the slots that it takes at once, those of `num_batches_per_epoch` batches. A *step*
-is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that is
-published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
-that chose its action.
+An *iteration* begins when the learner takes the slots of `num_batches_per_epoch` batches at once, passes `num_epochs`
+times over them, and ends when it gives them back. A *step* is one decision of the agent, a *frame* one tick of the
+engine (frames = steps x frameskip). Every policy that is published has a *version*, one higher than the last; the *lag*
+of a sample is the learner's version minus the version that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -101,8 +101,8 @@ from tqdm import tqdm
 # === Args =============================================================================================================
 
 
-T = TypeVar("T")
-Auto = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]  # None: the field's help says what the default is
+Value = TypeVar("Value")
+Auto = Annotated[Value | None, tyro.conf.arg(help_behavior_hint="")]  # None: the field's help says what the default is
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Args:
     num_envs_per_worker: int = 16  # environments per worker
     worker_num_splits: Auto[int] = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
-    with CUDA and an even number of environments, else 1 (on a CPU the network uses the core of who waits)"""
+    with CUDA and an even number of environments, else 1 (on a CPU the network would use the core meanwhile)"""
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
@@ -145,12 +145,12 @@ class Args:
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: Auto[int] = None
-    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2 / num_batches_per_epoch, from
-    1024 to 8192; with sync an iteration's are rows * rollout together"""
+    """samples per optimiser step, a multiple of rollout. Default: a power of 2 near rows * rollout / 2 /
+    num_batches_per_epoch, from 1024 to 8192; with sync exactly rows * rollout / num_batches_per_epoch"""
     num_batches_per_epoch: int = 1
     """batches of an iteration (Sample Factory's name). Each epoch deals its rollouts out to them anew; each batch is an
     optimiser step"""
-    num_epochs: int = 1  # passes over what was collected; with --sync the ratio is 1 in the first step: no clipping
+    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in its first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -449,9 +449,11 @@ EPISODE = ("episodic_return", "episodic_return_trained", "episodic_length")
 
 def room_for(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """Observations of zeros, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
-    kinds = {name: "float32" if space.dtype.kind == "f" else space.dtype.name for name, space in spaces.obs.items()}
-    return {name: torch.zeros((*shape, *space.shape), dtype=getattr(torch, kinds[name]), device=device)
-            for name, space in spaces.obs.items()}  # fmt: skip
+    room = {}
+    for name, space in spaces.obs.items():
+        dtype = torch.float32 if space.dtype.kind == "f" else getattr(torch, space.dtype.name)
+        room[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
+    return room
 
 
 class Mailbox:
@@ -469,11 +471,8 @@ class Mailbox:
         self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now (a length of 0: none did)
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        # written by an actor that ends with an exception: the checksum of the last one printed, so that what happens to
-        # every actor is printed once
+        # of no row: checksum of the traceback that an actor printed last; others that die of the same do not repeat it
         self.printed = torch.zeros(1, dtype=torch.int64)
-        for field in fields_of(self):
-            field.share_memory_()
 
     def arrays(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
@@ -484,7 +483,7 @@ class Mailbox:
 class Rollouts:
     """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
     device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
-    asking the device. They start as NaN: where a slot was read before it was written, the loss would not be finite.
+    asking the device. What is a float starts as NaN: were a slot read before it is written, the loss would say so.
 
     A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
     `Learner.collect` makes it LEARNING, `Inference.release` FREE.
@@ -505,12 +504,12 @@ class Rollouts:
 
 
 def slots_needed(args: Args) -> int:
-    """A slot for every row to fill, one iteration LEARNING, and `max_batches_ahead` FULL. Never too few: when every
-    group waits for slots and the learner for an iteration, none is FILLING or LEARNING and less than an iteration is
-    FULL, so a slot for every row is FREE.
+    """With `sync` the slots of one iteration, one for every row: none is FREE before the update has been published.
+    That is all that `sync` is; what else it changes are defaults and checks in `resolve`.
 
-    What `sync` is: as many slots as one iteration, one for every row, so that none is free before the update has been
-    published. What else it changes are defaults and checks in `resolve`."""
+    Without it a slot for every row to fill, one iteration LEARNING, and `max_batches_ahead` FULL. These are never too
+    few: when all groups wait for slots and the learner for an iteration, none is FILLING or LEARNING and less than an
+    iteration is FULL, so there is a FREE slot for every row."""
     iteration = args.num_batches_per_epoch * args.batch_size // args.rollout
     if args.sync:
         return iteration
@@ -560,7 +559,7 @@ class Normalizer(nn.Module):
     @torch.no_grad()
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
         """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
-        Raises FloatingPointError, and changes nothing, where they would not be finite."""
+        Raises FloatingPointError, and changes neither, where they would not be finite."""
         n, mean, var = moments(x[valid].float() / self.unit)  # waits for the device, as `Learner.step` has just done
         if n == 0:
             return
@@ -757,7 +756,10 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device."""
+    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device.
+
+    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
+    of acting is one more field of `Rollouts`, written in `Inference.act` and copied in `Learner.gather`."""
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
@@ -902,7 +904,7 @@ def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox
                     write_split(pipe, split)
             timer(seconds)
             envs.close()
-        except Exception:
+        except BaseException:  # sys.exit() in an environment, too
             text = traceback.format_exc()
             if mailbox.printed[0] != zlib.crc32(text.encode()):
                 mailbox.printed[0] = zlib.crc32(text.encode())
@@ -972,10 +974,12 @@ class Inference:
         rows, slots = max(1, args.num_workers) * args.num_envs_per_worker, slots_needed(args)
         self.size = args.num_envs_per_worker // args.worker_num_splits  # rows in a group
         self.mailbox = Mailbox(spaces, rows)
+        for field in fields_of(self.mailbox):
+            field.share_memory_()
         self.arrays = self.mailbox.arrays()
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
         self.acting = ActingPolicy(agent, device)
-        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
+        self.full, self.released = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event): to the learner, and back
         self.bell = os.eventfd(0)  # wakes this thread when slots are free, or the run ends
         self.free_slots = deque(range(slots))
         groups = rows // self.size
@@ -995,7 +999,7 @@ class Inference:
 
     def release(self, slots: np.ndarray) -> None:
         """The learner gives slots back: LEARNING -> FREE, once the event, recorded after its last copy, has passed."""
-        self.free.put((slots, record_event(self.device)))
+        self.released.put((slots, record_event(self.device)))
         os.eventfd_write(self.bell, 1)
 
     def stop(self) -> None:
@@ -1018,7 +1022,8 @@ class Inference:
             with own_stream(self.device, self.args.inference_threads, priority=-1):
                 while not self.stopping:
                     actors.reply(self.serve(actors.requests))
-                    start, why = time.perf_counter(), "blocked" if actors.requests else "idle"
+                    why = "blocked" if actors.requests else "idle"
+                    start = time.perf_counter()
                     actors.wait()
                     self.counts[why] += time.perf_counter() - start
         except BaseException as error:
@@ -1035,8 +1040,8 @@ class Inference:
             for group in filled:
                 self.full.put((self.filling[group], event))  # FILLING -> FULL
                 self.t[group], self.filling[group] = 0, None
-        while not self.free.empty():
-            slots, event = self.free.get()
+        while not self.released.empty():
+            slots, event = self.released.get()
             wait_event(event)  # the learner's copy out of these slots
             self.free_slots.extend(slots)
         for group in groups:
@@ -1057,9 +1062,9 @@ class Inference:
         first = arrays.first[rows]
         rollouts.first[t, slots] = first
         later = t > 0  # at t = 0 reward and flag belong to the slot before, which has them
-        acted = t[later] - 1, slots[later]
-        rollouts.rewards[acted] = arrays.reward[rows[later]]
-        rollouts.terminated[acted] = arrays.terminated[rows[later]]
+        before = (t[later] - 1, slots[later])  # index of the action that they followed
+        rollouts.rewards[before] = arrays.reward[rows[later]]
+        rollouts.terminated[before] = arrays.terminated[rows[later]]
         index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
         for name, source in self.mailbox.obs.items():
             staged, field = self.staged[name], rollouts.obs[name]
@@ -1075,8 +1080,9 @@ class Inference:
         (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
         n, rollouts = len(rows), self.rollouts
         with self.acting.use(self.acting.current) as policy:
-            state, obs = self.state[d_rows], {name: staged[None, :n] for name, staged in self.staged.items()}
-            logits, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), state)
+            obs = {name: staged[None, :n] for name, staged in self.staged.items()}
+            before = self.state[d_rows]
+            logits, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), before)
             actions, logprobs = sample_actions(logits[0], policy.agent.heads)
             rollouts.actions[d_t, d_slots] = actions
             rollouts.logprobs[d_t, d_slots] = logprobs
@@ -1084,7 +1090,7 @@ class Inference:
             begun = np.flatnonzero(t == 0)
             if len(begun):
                 d_begun = torch.from_numpy(begun).to(self.device, non_blocking=True)
-                rollouts.rnn_state[d_slots[d_begun]] = state[d_begun]
+                rollouts.rnn_state[d_slots[d_begun]] = before[d_begun]
             rollouts.versions[t, slots] = policy.version
         # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
         self.arrays.action[rows] = actions.cpu().numpy()
@@ -1145,10 +1151,11 @@ class Learner:
         return self.args.learning_rate * left
 
     def iterate(self, slots: np.ndarray) -> dict[str, float]:
-        """Learns from the slots of an iteration, and publishes each policy that it makes. They are LEARNING until the
-        last one is out. Returns the last step's metrics. Raises FloatingPointError before a non-finite update is made:
-        weights and statistics are still good."""
-        args, rollouts, version, metrics = self.args, self.inference.rollouts, self.version, {}
+        """Learns from the slots of an iteration, and publishes each policy that it makes. The slots stay LEARNING until
+        the last policy is published. Returns the metrics of the last step that had samples. Raises FloatingPointError
+        before a non-finite update is made: the weights are still good."""
+        args, rollouts, version = self.args, self.inference.rollouts, self.version
+        metrics = {}
         valid = ~rollouts.first[1:, slots]
         steps, too_old, lag, longest = self.count((version - rollouts.versions[:, slots])[valid])
         self.optimizer.param_groups[0]["lr"] = self.learning_rate()
@@ -1189,7 +1196,7 @@ class Learner:
         on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
         rnn_state = r.rnn_state.index_select(0, d_slots)
         first, lag = r.first[:, slots], version - r.versions[:, slots]
-        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
+        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]  # here without asking the device
         mask = ~first[1:] & (lag < self.args.max_policy_lag)
         host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
         moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
@@ -1211,7 +1218,8 @@ class Learner:
             self.optimizer.step()
             return grad_norm
         if mask.any():
-            raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
+            raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite: a lower --learning-rate "
+                                     "or --max-grad-norm may help")  # fmt: skip
         self.skipped += 1
         return None
 
@@ -1236,7 +1244,7 @@ class Learner:
 
 class Actors:
     """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
-    thread while the environments start, then the inference thread.
+    thread while the environments start, then the inference thread, and the main thread again when they are to stop.
 
     When an actor dies, its environments and the last transition of each of its rows are lost: the row's next
     observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
@@ -1250,7 +1258,7 @@ class Actors:
         self.selector, self.deaths = selectors.DefaultSelector(), 0
         self.selector.register(inference.bell, selectors.EVENT_READ)
         self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
-        # of each worker: its actor, our end of its pipe, requests of this one, short lives in a row
+        # of each worker: its actor, our end of its pipe, how often this actor has asked, how many died early in a row
         self.workers = max(1, args.num_workers)
         self.actors, self.pipes = [None] * self.workers, [None] * self.workers
         self.requested, self.short_lives = [0] * self.workers, [0] * self.workers
@@ -1275,16 +1283,17 @@ class Actors:
     def start(self, worker: int) -> None:
         args, allowed = self.args, sorted(os.sched_getaffinity(0))
         core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        # Of its first environment; environment i has seed + i. Below 2**30, so that all fit 31 bits.
+        # The seed of its first environment; environment i gets seed + i. Below 2**30, so that all fit 31 bits.
         entropy = np.random.SeedSequence((args.seed, self.session, worker, self.deaths))
         seed = int(entropy.generate_state(1)[0]) >> 2
         self.requested[worker] = 0
         self.pipes[worker], pipe = self.context.Pipe()
         self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
         process = self.context.Process if args.num_workers else multiprocessing.dummy.Process  # dummy: a thread
-        self.actors[worker] = process(target=actor, args=(core, args, worker, seed, self.inference.mailbox, pipe))
-        self.actors[worker].daemon = True
-        self.actors[worker].start()
+        started = process(target=actor, args=(core, args, worker, seed, self.inference.mailbox, pipe))
+        started.daemon = True
+        started.start()
+        self.actors[worker] = started
         # On return nothing refers to `pipe` here, so it is closed: the actor's copy is the only one, and ends with it.
 
     def wait(self, timeout: float | None = None) -> None:
@@ -1328,12 +1337,13 @@ class Actors:
         self.start(worker)
 
     def stop(self) -> None:
-        """Ends all actors: by closing their pipes, and after five seconds by force."""
+        """Ends all actors: by closing their pipes, and after five seconds by force. A thread is waited for: Python
+        cannot end beside one that is in an engine."""
         deadline = time.monotonic() + 5
         for pipe in filter(None, self.pipes):
             pipe.close()
         for process in filter(None, self.actors):
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(max(0.0, deadline - time.monotonic()) if self.args.num_workers else None)
             if self.args.num_workers:
                 process.kill()
 
@@ -1344,8 +1354,8 @@ STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal
 def on_signal(number: int, frame) -> None:
     """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
     at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
-    comes more than a second later ends this process at once, and with it actors and engines; sooner it is the same one,
-    sent twice by a launcher, and while a checkpoint is being written it is ignored."""
+    comes more than a second later ends this process at once, and with it actors and engines. One that comes sooner is
+    taken for the first one, sent twice by a launcher; while a checkpoint is being written any is ignored."""
     STOP.asked_at = STOP.asked_at or time.monotonic()
     if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
         os.write(2, b"\nstopped at once\n")
@@ -1403,7 +1413,7 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
-            log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
+            log(f"warning: {path} cannot be read ({error!r:.200})")
     if paths:  # a fresh start would in time delete them
         raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
     return None
@@ -1454,7 +1464,7 @@ AT_LEAST = {
 # A reply is one byte; appo_loss bounds the ratio by 20 before V-trace does; a timer cannot be set to infinity
 AT_MOST = dict(seed=2**31 - 1, worker_num_splits=256, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
                vtrace_lambda=1)  # fmt: skip
-BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
+BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
 # Flags of one session, not of the experiment; and what a resumed run may not change
 SESSION, FIXED = ("train_for_seconds",), ("env_id", "cfg_path")
 
@@ -1473,9 +1483,7 @@ def resolve(args: Args) -> Args:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
         raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    cpu, cores, quota = torch.device(args.device).type == "cpu", len(os.sched_getaffinity(0)), np.inf
-    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
-        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
+    cpu = torch.device(args.device).type == "cpu"
     if args.precision == "auto":
         if cpu:
             capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
@@ -1483,6 +1491,9 @@ def resolve(args: Args) -> Args:
             with torch.cuda.device(args.device):
                 capable = torch.cuda.is_bf16_supported(including_emulation=False)
         args.precision = "bfloat16" if capable else "float32"
+    cores, quota = len(os.sched_getaffinity(0)), np.inf
+    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
+        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
     n = max(1, int(min(cores, quota)))
     if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
         args.set_workers_cpu_affinity = False
@@ -1501,18 +1512,16 @@ def resolve(args: Args) -> Args:
     rows = max(1, args.num_workers) * args.num_envs_per_worker
     batches = args.num_batches_per_epoch
     if args.batch_size is None and args.sync:  # one rollout of every row
-        if rows % batches:
-            raise UserError(f"--sync deals a rollout of every row out: {rows} rows are not divisible by "
-                            f"--num-batches-per-epoch {batches}")  # fmt: skip
-        args.batch_size = rows // batches * args.rollout
+        args.batch_size = max(1, rows // batches) * args.rollout
     elif args.batch_size is None:
         power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
         args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
     if args.batch_size % args.rollout:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
     if args.sync and batches * args.batch_size != rows * args.rollout:
-        raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} x {batches} batches is "
-                        f"not {rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
+        raise UserError(f"--sync (which --num-workers 0 implies) needs one rollout of every row: {batches} batches of "
+                        f"{args.batch_size} samples are not {rows} rows x {args.rollout} steps; --batch-size None is "
+                        "the one that fits, where --num-batches-per-epoch divides the rows")  # fmt: skip
     return args
 
 
@@ -1584,8 +1593,8 @@ class Reporter:
         self.args, self.learner, self.inference, self.log = args, learner, learner.inference, log
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
         self.writer.add_text("args", json.dumps(asdict(args), indent=2))
-        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id[:12],
-                        dynamic_ncols=True, bar_format="{desc} {percentage:.0f}%{bar}{remaining} left{postfix}",
+        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id[:8],
+                        dynamic_ncols=True, bar_format="{desc} {percentage:.0f}%{bar}{remaining}{postfix}",
                         disable=None)  # fmt: skip
         self.metrics, self.last = {}, self.now()
 
@@ -1599,10 +1608,11 @@ class Reporter:
         self.metrics |= metrics
         step = self.learner.global_step
         self.bar.update(step - self.bar.n)
-        change = self.now() - self.last
+        now = self.now()
+        change = now - self.last
         if (seconds := change["time"]) < 5:
             return -np.inf
-        self.last = self.now()
+        self.last = now
         fps = change["step"] * self.args.frameskip / seconds
         scalars = self.metrics | {
             "charts/SPS": change["step"] / seconds,
@@ -1628,7 +1638,7 @@ class Reporter:
         self.bar.set_postfix_str(text)
         self.log(f"step {step:,}: {text}", self.bar.disable)
         if not change["version"]:
-            self.log(f"warning: no update in {seconds:.0f} s: every sample is older than --max-policy-lag")
+            self.log(f"warning: no update in {seconds:.0f} s: no sample could be used (lag/masked: --max-policy-lag)")
         return mean if len(episodes) >= 100 else -np.inf
 
 
@@ -1638,7 +1648,7 @@ def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -
     saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
     learner.deadline = np.inf if args.train_for_seconds is None else now + args.train_for_seconds
     saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
-    good = False
+    good = True  # the weights
     try:
         while learner.global_step < args.total_timesteps and (slots := learner.collect()) is not None:
             metrics = learner.iterate(slots)
@@ -1649,9 +1659,8 @@ def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -
             if now - saved_at >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved, saved_at = learner.version, now
-        good = True
-    except (FloatingPointError, UserError):
-        good = True
+    except BaseException as error:
+        good = isinstance(error, (FloatingPointError, UserError))
         raise
     finally:
         reporter.bar.close()
@@ -1706,9 +1715,9 @@ def train(typed: Args, folder: Path) -> int:
                command=sys.argv)  # fmt: skip
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
-    T, B, steps = args.rollout, args.batch_size // args.rollout, args.total_timesteps
+    B, steps = args.batch_size // args.rollout, args.total_timesteps
     # When the learner is the bottleneck, all slots but those LEARNING are ahead of a new one
-    lag = 0.0 if args.sync else (slots_needed(args) / B - args.num_batches_per_epoch) * args.num_epochs
+    expected_lag = 0.0 if args.sync else (slots_needed(args) / B - args.num_batches_per_epoch) * args.num_epochs
     if checkpoint:
         log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
     for line in (
@@ -1716,13 +1725,13 @@ def train(typed: Args, folder: Path) -> int:
         f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{args.num_workers} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
         f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
-        f" ({B} rollouts of {T} steps) an optimiser step; expected lag up to {lag:.1f} versions",
+        f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
         f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the engines' own,"
         f" {mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
         f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
     ):
         log(line)
-    if lag >= args.max_policy_lag:
+    if expected_lag >= args.max_policy_lag:
         log(f"warning: samples with a lag of {args.max_policy_lag} (--max-policy-lag) are not learned from; a larger "
             "--batch-size has less lag")  # fmt: skip
     if device.type == "cuda":
@@ -1746,8 +1755,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except FloatingPointError as error:
-        print(f"error: {error}. A lower --learning-rate or --max-grad-norm may help; the last good weights are saved",
-              file=sys.stderr)  # fmt: skip
+        print(f"error: {error}; the weights from before are saved", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the run has begun: there is nothing to save
         print("stopped", file=sys.stderr)

@@ -9,13 +9,13 @@
 #     "tqdm==4.70.1",
 #     "vizdoom==1.3.2",
 #     "envpool-assets==0.3.0",
-#     "imageio[ffmpeg]==2.38.1",
 # ]
 # ///
+# appo_pbt_doom.py $Id$
 """Asynchronous PPO with V-trace for several policies at once on ViZDoom: populations, bots, self-play and matches.
 
     python appo_pbt_doom.py --env-id duel --num-policies 4 --with-pbt --total-timesteps 20000000
-    python appo_pbt_doom.py --experiment NAME --evaluate      # all policies against all
+    python evaluate.py train_dir/NAME    # plays what the run of that name has learned: all policies against all
 
 On 2 cores of an AMD EPYC (Zen 3, no GPU) two policies learned `duel` from each other in a small arena for 65 minutes.
 Then one won all of 50 matches against Doom's own bot, the other 35 and lost 10, and each won all 50 against itself of
@@ -47,10 +47,10 @@ but cut no trace and no state. What is the same as in appo_doom.py is the same t
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* is what it does with the slots that it takes at once, those of `num_batches_per_epoch` batches. A *step*
-is one decision of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every policy that is
-published has a *version*, one higher than the last; the *lag* of a sample is the learner's version minus the version
-that chose its action.
+An *iteration* begins when the learner takes the slots of `num_batches_per_epoch` batches at once, passes `num_epochs`
+times over them, and ends when it gives them back. A *step* is one decision of the agent, a *frame* one tick of the
+engine (frames = steps x frameskip). Every policy that is published has a *version*, one higher than the last; the *lag*
+of a sample is the learner's version minus the version that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -73,6 +73,7 @@ import difflib
 import faulthandler
 import fcntl
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -84,7 +85,6 @@ import queue
 import random
 import re
 import resource
-import select
 import selectors
 import shlex
 import shutil
@@ -95,12 +95,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+import zlib
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -115,6 +117,10 @@ from tqdm import tqdm
 # === Args =============================================================================================================
 
 
+Value = TypeVar("Value")
+Auto = Annotated[Value | None, tyro.conf.arg(help_behavior_hint="")]  # None: the field's help says what the default is
+
+
 @dataclass
 class Args:
     # --- run
@@ -122,42 +128,36 @@ class Args:
     """matches: duel, deathmatch (4 agents and 4 bots); against bots: duel_bots, deathmatch_bots; alone: basic,
     my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering, health_gathering_supreme,
     battle, battle2, or benchmark (battle without measurements and with 9 flat actions)"""
-    cfg_path: str | None = None  # a ViZDoom scenario .cfg of your own, trained on instead of `env_id`
-    scenario_dir: str | None = None  # folder with Sample Factory's maps for the matches; else ViZDoom's cig.wad
+    cfg_path: Auto[str] = None  # a ViZDoom scenario .cfg of your own, trained on instead of `env_id`
+    scenario_dir: Auto[str] = None  # folder with Sample Factory's maps for the matches; else ViZDoom's cig.wad
     frameskip: int = 4  # engine ticks (frames) per step of the agent
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 1_000_000
     """stop after this many steps (frames / frameskip) of each policy, as a mean over them, all sessions together"""
-    train_for_seconds: float | None = None  # stop after this many seconds of learning in this session
+    train_for_seconds: Auto[float] = None  # stop after this many seconds of learning in this session
     device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the encoder; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions for it"""
-    experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
+    experiment: Auto[str] = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
     keep_checkpoints: int = 2  # how many of the latest checkpoints are kept
-    evaluate: bool = False  # play with checkpoints instead of training: all against all, where there are several agents
-    opponents: list[str] = dataclass_field(default_factory=list)  # other experiments that take part
-    eval_policies: list[int] = dataclass_field(default_factory=list)  # which policies of each take part. Default: all
-    eval_episodes: int = 100  # number of episodes that each policy plays, or of matches between each two
-    eval_deterministic: bool = False  # play the likeliest action instead of a sampled one
-    load_checkpoint_kind: Literal["latest", "best"] = "latest"  # which checkpoint to play with
-    save_video: bool = False  # write the first minute of one environment's episodes to <experiment>/video.mp4
 
     # --- sampling
-    num_workers: int | None = None  # actor processes. Default: the cores this process may use
+    num_workers: Auto[int] = None  # actor processes. Default: the cores this process may use
     num_envs_per_worker: int = 16  # environments per worker
-    worker_num_splits: int | None = None
+    worker_num_splits: Auto[int] = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
-    with CUDA and an even number of environments, else 1 (on a CPU the network uses the core of who waits)"""
+    with CUDA and an even number of environments, else 1 (on a CPU the network would use the core meanwhile)"""
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """seconds after which a step of an actor's environments, or the start of one, counts as hung (Ctrl-Z, too)"""
-    inference_threads: int | None = None  # CPU threads of inference. Default: by the number of cores
-    learner_threads: int | None = None  # CPU threads of the learner. Default: by the number of cores
+    """seconds after which a step of an actor's environments, or the start of one, counts as hung (Ctrl-Z, too); 0: no
+    limit"""
+    inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
+    learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
 
     # --- population
     num_policies: int = 4
@@ -166,7 +166,7 @@ class Args:
     policy_settings: list[str] = dataclass_field(default_factory=list)
     """where a policy differs from the flags below, at its start: "1:learning_rate=0.01" (policy 1)"""
     with_pbt: bool = False  # population-based training: mutate settings, replace the worst policies by the best
-    pbt_target_objective: Literal["return", "kills", "frags", "wins"] | None = None
+    pbt_target_objective: Auto[Literal["return", "kills", "frags", "wins"]] = None
     """the mean of the last 100 episodes. Default: wins of a match between agents, frags against bots, else the
     return"""
     pbt_start_mutation: int = 5_000_000  # steps that the slowest policy makes before the first exchange
@@ -181,12 +181,13 @@ class Args:
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: int | None = None
-    """samples per optimiser step, a multiple of rollout. Default: near rows * rollout / 2 / num_batches_per_epoch, from
-    1024 to 8192; with sync an epoch's batches together are rows * rollout"""
+    batch_size: Auto[int] = None
+    """samples per optimiser step, a multiple of rollout. Default: a power of 2 near rows * rollout / 2 /
+    num_batches_per_epoch, from 1024 to 8192; with sync exactly rows * rollout / num_batches_per_epoch"""
     num_batches_per_epoch: int = 1
-    """batches that an iteration collects; each epoch deals their rollouts out anew, with an optimiser step for each"""
-    num_epochs: int = 1  # passes over what was collected; with --sync the ratio is 1 in the first step: no clipping
+    """batches of an iteration (Sample Factory's name). Each epoch deals its rollouts out to them anew; each batch is an
+    optimiser step"""
+    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in its first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -217,106 +218,8 @@ class Args:
             self.scenario_dir = os.path.abspath(self.scenario_dir)
 
 
-# The ranges of numeric flags; of those not named, 1 to infinity for whole numbers and 0.0 to infinity for others
-LOWEST = dict(seed=0, max_batches_ahead=0, reward_scale=-np.inf, actor_timeout=1.0, pbt_perturb_min=1.0,
-              pbt_perturb_max=1.0, keep_checkpoints=2)  # fmt: skip
-HIGHEST = dict(gamma=1.0, vtrace_lambda=1.0, seed=2**31 - 1, worker_num_splits=256, pbt_replace_fraction=0.5,
-               pbt_mutation_rate=1.0, num_policies=16)  # fmt: skip
-# keep_checkpoints: a donor that saves meanwhile must not delete what its copy reads. num_policies: a process can be
-# given 256 file descriptors, and an actor needs a dozen for each policy. worker_num_splits: a reply is one byte.
-BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: a rollout of every row / BATCH_SHARE, but at least this
-# Flags of one session, not of the experiment; and what a resumed run may not change
-EVALUATION = ("opponents", "eval_policies", "eval_episodes", "eval_deterministic", "load_checkpoint_kind", "save_video")
-SESSION, ENV = ("train_for_seconds", "evaluate", *EVALUATION), ("env_id", "cfg_path", "scenario_dir")
-FIXED = (*ENV, "num_policies", "policy_settings", "rnn_type", "hidden_size", "normalize_input")
-
-
 class UserError(Exception):
     """Something the user can fix; printed as one line, without a traceback."""
-
-
-def resolve(args: Args) -> Args:
-    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
-    args = copy.copy(args)
-    for name, value in asdict(args).items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            low, high = LOWEST.get(name, 1 if isinstance(value, int) else 0.0), HIGHEST.get(name, np.inf)
-            if not low <= value <= high:
-                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
-        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    cpu, cores, quota = torch.device(args.device).type == "cpu", len(os.sched_getaffinity(0)), np.inf
-    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
-        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
-    if args.precision == "auto":
-        if cpu:
-            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
-        else:
-            with torch.cuda.device(args.device):
-                capable = torch.cuda.is_bf16_supported(including_emulation=False)
-        args.precision = "bfloat16" if capable else "float32"
-    n = max(1, int(min(cores, quota)))
-    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
-        args.set_workers_cpu_affinity = False
-    args.num_workers = n if args.num_workers is None else args.num_workers
-    if args.worker_num_splits is None:
-        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
-    # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
-    n = max(1, n // args.num_policies)
-    args.learner_threads = args.learner_threads or (1 if not cpu else n if args.sync else max(1, n // 2))
-    args.inference_threads = args.inference_threads or (1 if not cpu else n if args.sync else max(1, n // 4))
-    if args.num_envs_per_worker % args.worker_num_splits:
-        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
-                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
-    P, agents = args.num_policies, spaces_of(args)[1]
-    if args.num_envs_per_worker // args.worker_num_splits * agents % P:
-        raise UserError(f"{args.num_envs_per_worker // args.worker_num_splits} environments in a split x {agents} "
-                        f"agents are not divisible by --num-policies {P}")  # fmt: skip
-    if P > 1 and args.max_batches_ahead == 0 and not args.sync:
-        raise UserError("--max-batches-ahead 0 needs --num-policies 1: several could wait for each other for ever")
-    if args.with_pbt and P == 1:
-        raise UserError("--with-pbt needs more than one policy: --num-policies")
-    if args.with_pbt and args.pbt_start_mutation >= args.total_timesteps:
-        raise UserError(f"--with-pbt: the run ends after --total-timesteps {args.total_timesteps:,}, before the first "
-                        f"exchange at --pbt-start-mutation {args.pbt_start_mutation:,}")  # fmt: skip
-    scenario = not args.cfg_path and SCENARIOS.get(args.env_id) or Scenario("", (), ())
-    if args.pbt_target_objective is None:
-        args.pbt_target_objective = "wins" if scenario.agents > 1 else "frags" if scenario.match else "return"
-    if scenario.wad and args.pbt_target_objective in (("kills",) if scenario.match else ("frags", "wins")):
-        raise UserError(f"--pbt-target-objective {args.pbt_target_objective}: {args.env_id} has none")
-    starting_genes(args)  # raises for wrong --policy-settings
-    rows = args.num_workers * args.num_envs_per_worker * agents // P  # of a policy
-    batches = args.num_batches_per_epoch
-    if args.batch_size is None:
-        if args.sync:  # one rollout of every row
-            args.batch_size = rows // batches * args.rollout
-        else:
-            power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
-            args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
-    if args.batch_size % args.rollout:
-        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
-    if args.sync and batches * args.batch_size != rows * args.rollout:
-        raise UserError(f"--sync needs one rollout of every row: --batch-size {args.batch_size} x {batches} batches is "
-                        f"not {rows} rows x {args.rollout} steps = {rows * args.rollout}")  # fmt: skip
-    return args
-
-
-STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
-
-
-def on_signal(number: int, frame) -> None:
-    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: `watch` looks at it often, every policy saves
-    what is new and ends, the actors with them, and `train` returns 130. One that comes more than a second later ends
-    this process at once; the policies, which see that, save and end even so. Sooner it is the same one, sent twice by a
-    launcher."""
-    STOP.asked_at = STOP.asked_at or time.monotonic()
-    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
-        os.write(2, b"\nstopped at once\n")
-        os._exit(130)
 
 
 # === Environment ======================================================================================================
@@ -593,11 +496,11 @@ class DoomEnv:
     `inactive` while it waits for its return after a death; at the end `kills`, and in a match `frags`, `deaths`,
     `place` (1: nobody has more frags) and `win` (1 if first and alone in that, else 0)."""
 
-    metadata = {"name": "doom", "render_modes": ["rgb_array"]}
     START_SECONDS, STEP_SECONDS = 30.0, 20.0  # a match that takes longer to start, or to step, is lost
 
     def __init__(self, env_id: str, frameskip: int, cfg_path: str | None = None, scenario_dir: str | None = None):
         self.arguments, self.frameskip, self.running = (env_id, cfg_path, scenario_dir), frameskip, False
+        self.metadata = dict(name="doom", render_modes=["rgb_array"], render_fps=TICKS_PER_SECOND / frameskip)
         self.players = [Player(*self.arguments)]
         self.scenario = self.players[0].scenario
         self.players += [Player(*self.arguments) for _ in range(self.scenario.agents - 1)]
@@ -669,8 +572,10 @@ class DoomEnv:
             for i, player in enumerate(self.players):
                 player.game.add_game_args(f"-join 127.0.0.1:{self.port}" if i else host)
                 player.game.add_game_args(f"+viz_connect_timeout 10 +name agent{i} +colorset 0")
-        self.together(lambda player: player.game.init(), self.START_SECONDS)
-        unlink_shared_memory()  # only now, when all engines of the match have started
+        try:
+            self.together(lambda player: player.game.init(), self.START_SECONDS)
+        finally:
+            unlink_shared_memory()  # only now, when all engines of the match have started
         self.running = True
 
     def reset(self, seed: int | None = None, options: dict | None = None):
@@ -748,9 +653,6 @@ def make_env(args: Args):
     return DoomEnv(args.env_id, args.frameskip, args.cfg_path, args.scenario_dir)
 
 
-SCORES = ("kills", "frags", "deaths", "place", "win")  # of an episode, where there are such
-
-
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
@@ -772,21 +674,34 @@ def spaces_of(args: Args) -> tuple[Spaces, int]:
         obs, action = by_name(env.observation_space(agents[0])), env.action_space(agents[0])
     if len(spaces) > 1:
         raise UserError(f"unsupported: agents with different spaces, {spaces}")
-    boxes = all(isinstance(space, gym.spaces.Box) for space in obs.values())
-    if not boxes or not isinstance(action, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)) or np.any(action.start):
+    if isinstance(action, gym.spaces.Discrete) and action.start == 0:
+        heads = (int(action.n),)
+    elif isinstance(action, gym.spaces.MultiDiscrete) and action.nvec.ndim == 1 and not action.start.any():
+        heads = tuple(action.nvec.tolist())
+    else:
+        heads = ()
+    if not heads or not all(isinstance(space, gym.spaces.Box) for space in obs.values()):
         raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
-                        "Discrete or MultiDiscrete from 0 on")  # fmt: skip
-    return Spaces(obs, tuple(map(int, np.atleast_1d(getattr(action, "nvec", getattr(action, "n", 0)))))), len(agents)
+                        "Discrete or MultiDiscrete of one dimension, from 0 on")  # fmt: skip
+    return Spaces(obs, heads), len(agents)
 
 
 # === Mailbox and rollouts =============================================================================================
 
 
-def tensors(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Room for observations, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
-    kinds = {name: "float32" if space.dtype.kind == "f" else space.dtype.name for name, space in spaces.obs.items()}
-    return {name: torch.zeros((*shape, *space.shape), dtype=getattr(torch, kinds[name]), device=device)
-            for name, space in spaces.obs.items()}  # fmt: skip
+# What is summed over each episode, and reported as the mean of the last 100 of them: the environment's own reward, the
+# reward as it is trained on, and 1 a step; and what an agent's info says at the end, where it does.
+SCORES = ("kills", "frags", "deaths", "place", "win")
+EPISODE = ("episodic_return", "episodic_return_trained", "episodic_length", *SCORES)
+
+
+def room_for(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Observations of zeros, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
+    room = {}
+    for name, space in spaces.obs.items():
+        dtype = torch.float32 if space.dtype.kind == "f" else getattr(torch, space.dtype.name)
+        room[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
+    return room
 
 
 def table_of_policies(args: Args, agents: int, session: int) -> np.ndarray:
@@ -821,22 +736,20 @@ class Mailbox:
 
     def __init__(self, spaces: Spaces, rows: int, shaping: int):
         # written by the actor, between a reply and its next request
-        self.obs = tensors(spaces, rows)  # the current observation
+        self.obs = room_for(spaces, rows)  # the current observation
         self.reward = torch.zeros(rows)  # of the action before it, after scale and clip
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
         self.inactive = torch.zeros(rows, dtype=torch.bool)  # the action at obs does nothing: it waits for its return
-        # of the episode that ended just now: sum of raw rewards, sum of `reward`, length in steps (0: none ended),
-        # SCORES
-        self.episode = torch.zeros(rows, 3 + len(SCORES))
+        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now (a length of 0: none did)
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
         # written by the main process, read when an episode begins
         self.shaping = torch.zeros(shaping, dtype=torch.float64)  # coefficients of the policy
-        for field in fields_of(self):
-            field.share_memory_()
+        # of no row: checksum of the traceback that an actor printed last; others that die of the same do not repeat it
+        self.printed = torch.zeros(1, dtype=torch.int64)
 
-    def numpy(self) -> SimpleNamespace:
+    def arrays(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
         arrays = {name: field.numpy() for name, field in vars(self).items() if name != "obs"}
         return SimpleNamespace(obs={name: part.numpy() for name, part in self.obs.items()}, **arrays)
@@ -845,7 +758,7 @@ class Mailbox:
 class Rollouts:
     """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
     device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
-    asking the device. They start as NaN: where a slot was read before it was written, the loss would not be finite.
+    asking the device. What is a float starts as NaN: were a slot read before it is written, the loss would say so.
 
     A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
     `Learner.collect` makes it LEARNING, `Inference.release` FREE.
@@ -853,7 +766,7 @@ class Rollouts:
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
         # on the device; T + 1: with the observation that the last value is bootstrapped from
-        self.obs = tensors(spaces, T + 1, slots, device=device)
+        self.obs = room_for(spaces, T + 1, slots, device=device)
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
@@ -862,23 +775,21 @@ class Rollouts:
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
-        self.inactive = np.zeros((T + 1, slots), bool)  # actions[t] does nothing
+        self.inactive = np.zeros((T, slots), bool)  # actions[t] does nothing
         self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
 
 
 def slots_needed(args: Args, rows: int) -> int:
-    """A slot for every row to fill, and `max_batches_ahead` iterations FULL, of `count` rollouts each. count + n rule
-    out deadlock: when every group waits for its n slots and the learner for its count, none is FILLING and fewer than
-    count are FULL, so at least n are free.
-    While rows wait for other policies, their slots are half filled: the iteration ahead makes up for these.
+    """With `sync` the slots of one iteration, one for every row: none is FREE before the update has been published.
+    That is all that `sync` is; what else it changes are defaults and checks in `resolve`.
 
-    What `sync` is: as many slots as one iteration, one for every row, which `Learner.iterate` gives back only after the
-    update. Everything else that it changes is a default in `resolve`."""
-    count = args.num_batches_per_epoch * args.batch_size // args.rollout
-    n = rows // (args.num_workers * args.worker_num_splits)
+    Without it a slot for every row of a policy to fill, one iteration LEARNING, and `max_batches_ahead` FULL. These are
+    never too few, whatever the other policies do: when a group waits for slots and the learner for an iteration, only
+    the other groups' are FILLING, none is LEARNING and less than an iteration is FULL, so the group's are FREE."""
+    iteration = args.num_batches_per_epoch * args.batch_size // args.rollout
     if args.sync:
-        return count
-    return max(rows, count + n) + args.max_batches_ahead * count
+        return iteration
+    return rows + (1 + args.max_batches_ahead) * iteration
 
 
 def fields_of(memory: Mailbox | Rollouts) -> list:
@@ -890,17 +801,14 @@ def mebibytes(memory: Mailbox | Rollouts) -> float:
     return sum(field.nbytes for field in fields_of(memory)) / 2**20
 
 
-def check_shared_memory(spaces: Spaces, rows: int) -> None:
-    """Raises UserError when /dev/shm has no room for the mailbox and the engines: later the kernel would kill the
-    run."""
-    needed = rows * (sum(part.nbytes for part in tensors(spaces, 1).values()) + 64 + ENV_SHARED_MEMORY)
-    free = shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        raise UserError(f"/dev/shm has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB are needed: use fewer "
-                        "environments or a larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
-
-
 # === Agent ============================================================================================================
+
+
+def moments(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """x [N, ...] -> N, and over these the mean and the variance [...]."""
+    n = len(x)
+    mean = x.sum(0) / n
+    return n, mean, (x - mean).square_().sum(0) / n
 
 
 class Normalizer(nn.Module):
@@ -926,18 +834,18 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        """x [N, *shape], finite, of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque
-        1979)."""
-        x = x[valid].float() / self.unit  # waits for the device, as the check of the loss before it has done
-        n = len(x)
+        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
+        Raises FloatingPointError, and changes neither, where they would not be finite."""
+        n, mean, var = moments(x[valid].float() / self.unit)  # waits for the device, as `Learner.step` has just done
         if n == 0:
             return
-        mean = x.mean(0)
-        var = (x - mean).square_().mean(0)
         total = self.count + n
         delta = mean - self.mean
-        self.var.copy_((self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total)
+        var = (self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total
+        if not var.isfinite().all():
+            raise FloatingPointError("an observation is not finite, or its square is not")
         self.mean.add_(delta * (n / total))
+        self.var.copy_(var)
         self.count.copy_(total)
         std = (self.var + 1e-5).sqrt()
         self.scale.copy_(1 / (self.unit * std))
@@ -965,7 +873,7 @@ class Agent(nn.Module):
     def __init__(self, spaces: Spaces, args: Args):
         """Raises UserError for observations that it cannot see."""
         super().__init__()
-        self.heads, self.rnn_type, self.normalize = spaces.heads, args.rnn_type, args.normalize_input
+        self.heads, self.rnn_type = spaces.heads, args.rnn_type
         self.bfloat16 = args.precision == "bfloat16"
         self.normalizers = nn.ModuleDict({
             name: Normalizer(space.shape, unit=255.0 if space.dtype == np.uint8 else 1.0)
@@ -973,9 +881,10 @@ class Agent(nn.Module):
             if space.dtype == np.uint8 or space.dtype.kind == "f" and args.normalize_input
         })  # fmt: skip
         image, self.vectors = spaces.obs.get("obs"), [name for name in spaces.obs if name != "obs"]
-        seen = image is not None and image.dtype == np.uint8 and len(image.shape) == 3
+        seen = image is not None and image.dtype == np.uint8 and len(image.shape) == 3 and min(image.shape[:2]) >= 36
         if not seen or any(len(spaces.obs[name].shape) != 1 for name in self.vectors):
-            raise UserError(f"this network sees a uint8 image `obs` and vectors, not {spaces.obs}")
+            raise UserError("this network sees an image `obs`, uint8 [height, width, channels] of at least 36 x 36, "
+                            f"and vectors; not {spaces.obs}")  # fmt: skip
         height, width, channels = image.shape
         self.conv = nn.Sequential(
             init_layer(nn.Conv2d(channels, 32, 8, 4)), nn.ELU(inplace=True),
@@ -1039,10 +948,9 @@ class Agent(nn.Module):
         return self.actor(x), self.critic(x).squeeze(-1), state
 
     def update_normalizers(self, obs: dict[str, torch.Tensor], valid: torch.Tensor) -> None:
-        """obs by name [T or T+1, B, ...], valid bool [T, B]"""
-        if self.normalize:
-            for name, normalizer in self.normalizers.items():  # of every fourth step: neighbours in time hardly differ
-                normalizer.update(obs[name][: len(valid) : 4].flatten(0, 1), valid[::4].flatten())
+        """obs by name [N, ...], of which bool valid [N] count"""
+        for name, normalizer in self.normalizers.items():
+            normalizer.update(obs[name], valid)
 
 
 def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
@@ -1104,7 +1012,7 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
 
 
 class Batch(NamedTuple):
-    """Rollouts on the learner's device, [time, rollout, ...]: B of one optimiser step, or all of an iteration."""
+    """The rollouts of one optimiser step, on the learner's device, [time, rollout, ...]."""
 
     obs: dict[str, torch.Tensor]  # by name [T+1, B, ...]
     first: torch.Tensor  # bool [T+1, B]
@@ -1119,8 +1027,16 @@ class Batch(NamedTuple):
     restarts: list[int]  # see Agent.forward; on the host
 
 
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """x [..., T, B], mask bool [T, B] -> [...]: the mean over the samples in the mask (NaN where there is none)."""
+    return (x * mask).sum((-2, -1)) / mask.sum()
+
+
 def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device."""
+    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device.
+
+    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
+    of acting is one more field of `Rollouts`, written in `Inference.act` and copied in `Learner.gather`."""
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
@@ -1130,12 +1046,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
 
-    weight = batch.mask.float()
-    n = weight.sum()
-
-    def mean(x: torch.Tensor) -> torch.Tensor:  # x [..., T, B]
-        return (x * weight).sum((-2, -1)) / n
-
+    mean = functools.partial(masked_mean, mask=batch.mask)
     advantages = advantages - mean(advantages)
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
@@ -1159,12 +1070,14 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
             "losses/value_loss": value_losses,
             "losses/entropy": entropy,
             "losses/approx_kl": log_ratio.exp() - 1 - log_ratio,  # http://joschu.net/blog/kl-approx.html
+            "losses/old_approx_kl": -log_ratio,  # CleanRL's name for the plain estimate
             "losses/clipfrac": (ratio != clipped).float(),
             "losses/value": values[:-1],
             "vtrace/rho_mean": ratio.clamp(max=args.vtrace_rho),
             "vtrace/rho_clipfrac": (ratio > args.vtrace_rho).float(),
         }
-        *means, error, variance = mean(torch.stack([*samples.values(), value_error, spread]))
+        stacked = torch.stack([*samples.values(), value_error, spread])
+        *means, error, variance = mean(stacked)
         metrics = dict(zip(samples, means))
         metrics["losses/explained_variance"] = 1 - error / variance.clamp(min=1e-8)
     return loss, metrics
@@ -1267,11 +1180,6 @@ class WorkerEnvs:
                 env.close()
 
 
-def env_seed(*entropy: int) -> int:
-    """The seed of a worker's first environment; environment i has seed + i. Below 2**30, so that all fit 31 bits."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 2
-
-
 def read_splits(pipe) -> bytes:
     """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
     try:
@@ -1285,63 +1193,397 @@ def write_split(pipe, split: int) -> None:
         os.write(pipe.fileno(), bytes([split]))
 
 
-def actor(args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list[Mailbox], served: torch.Tensor,
-          pipes: list) -> None:  # fmt: skip
-    """What an actor does. It has a pipe to each policy. A byte that it writes there says that the policy's rows of that
-    split are written. A byte that it reads says that their actions are. The end of any pipe is the end of the run, of
-    the main process or of that policy."""
-    # The kernel ends a process whose timer runs out.
-    seconds, hangup, replies = args.actor_timeout, select.poll(), selectors.DefaultSelector()
-    for pipe in pipes:
-        hangup.register(pipe, 0)  # of no other event than that the other end is closed
-        replies.register(pipe, selectors.EVENT_READ)
-    missing = [0] * args.worker_num_splits  # policies whose actions a split still waits for
-    served = served.numpy()  # how many requests it has made; read by the main process
-
-    def before_start() -> None:
-        if hangup.poll(0):
-            sys.exit()
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def request(split: int) -> None:  # from here on the split's rows belong to inference, until every reply names it
-        missing[split] = len(pipes)
-        served[worker] += 1
-        for pipe in pipes:
-            write_split(pipe, split)
-
-    before_start()
-    envs = WorkerEnvs(args, worker, table, [mailbox.numpy() for mailbox in mailboxes], seed, before_start)
-    for split in range(args.worker_num_splits):
-        envs.reset(split)
-        request(split)
-    while True:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # waiting for actions is no hang
-        replied = [read_splits(key.fileobj) for key, _ in replies.select()]
-        if not all(replied):
-            break
-        for split in b"".join(replied):
-            missing[split] -= 1
-            if missing[split] == 0:
-                signal.setitimer(signal.ITIMER_REAL, seconds)
-                envs.step(split)
-                request(split)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    envs.close()
-
-
-def actor_process(core: int | None, args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list[Mailbox],
-                  served: torch.Tensor, pipes: list) -> None:  # fmt: skip
-    """Body of an actor process. What it dies of is on stderr: an exception, a crash in a library, or, if the timer runs
-    out, where it was, even if a library holds the interpreter's lock."""
+def actor(core: int | None, args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list[Mailbox],
+          requested: torch.Tensor, pipes: list) -> None:  # fmt: skip
+    """An actor. It has a pipe to each policy. A byte that it writes there says that the policy's rows of that split are
+    written. A byte that it reads says that their actions are. The end of any pipe is the end of the run, of the main
+    process or of that policy. What it dies of is on stderr: an exception, a crash in a library, or, if the timer runs
+    out, where it was."""
+    seconds = args.actor_timeout
     faulthandler.enable()
     faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
     for pipe in pipes:
         os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
     if core is not None:
-        os.sched_setaffinity(0, {core})  # engines inherit it: engine and actor talk twice a tic, cheapest on one core
-    os.nice(10)  # where cores are short, inference and learning come first: actors without actions can only wait
+        os.sched_setaffinity(0, {core})  # engines inherit it: both talk twice a tic, cheapest on one core
+    os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
     torch.set_num_threads(1)
-    actor(args, worker, seed, table, mailboxes, served, pipes)
+    timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
+    missing = [0] * args.worker_num_splits  # policies whose actions a split still waits for
+
+    def request(split: int) -> None:  # from here on the split's rows belong to inference, until every reply names it
+        missing[split] = len(pipes)
+        requested[worker] += 1
+        for pipe in pipes:
+            write_split(pipe, split)
+
+    with selectors.DefaultSelector() as replies:
+        try:
+            for pipe in pipes:
+                replies.register(pipe, selectors.EVENT_READ)
+            timer(seconds * args.num_envs_per_worker)
+            arrays, before_start = [mailbox.arrays() for mailbox in mailboxes], functools.partial(timer, seconds)
+            envs = WorkerEnvs(args, worker, table, arrays, seed, before_start)
+            for split in range(args.worker_num_splits):
+                envs.reset(split)
+                request(split)
+            timer(0)  # waiting for actions is no hang
+            while all(replied := [read_splits(key.fileobj) for key, _ in replies.select()]):
+                for split in b"".join(replied):
+                    missing[split] -= 1
+                    if missing[split] == 0:
+                        timer(seconds)
+                        envs.step(split)
+                        timer(0)
+                        request(split)
+            timer(seconds)
+            envs.close()
+        except BaseException:  # sys.exit() in an environment, too
+            text, printed = traceback.format_exc(), mailboxes[0].printed
+            if printed[0] != zlib.crc32(text.encode()):
+                printed[0] = zlib.crc32(text.encode())
+                os.write(2, f"actor {worker}:\n{text}".encode())  # in one piece: not mixed with another actor's
+            sys.exit(1)
+
+
+# === Inference ========================================================================================================
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Marks this point of the calling thread's CUDA stream. On a CPU nothing is ever under way."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_event(event: torch.cuda.Event | None) -> None:
+    """Makes the calling thread's CUDA stream (not the thread) wait until the mark was passed."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def own_stream(device: torch.device, threads: int, priority: int = 0):
+    """Sets a thread's number of CPU threads; returns a context with a CUDA stream of its own (priority -1 is high)."""
+    torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        return torch.cuda.stream(torch.cuda.Stream(device, priority))
+    return contextlib.nullcontext()
+
+
+class ActingPolicy:
+    """Two copies of the policy: inference uses the current one, the learner overwrites the spare one, then they swap. A
+    copy's lock lets one thread at a time launch work on it; on CUDA its event makes the next user's stream wait for
+    that work. So inference never sees half an update."""
+
+    def __init__(self, agent: Agent, device: torch.device):
+        self.device, self.learned = device, [*agent.parameters(), *agent.buffers()]  # updated in place
+        self.current, self.spare = self.frozen_copy(agent), self.frozen_copy(agent)
+
+    def frozen_copy(self, agent: Agent) -> SimpleNamespace:
+        frozen = copy.deepcopy(agent).requires_grad_(False).to(self.device)  # to() packs the core's weights for cuDNN
+        tensors = [*frozen.parameters(), *frozen.buffers()]
+        return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
+
+    @contextlib.contextmanager
+    def use(self, policy: SimpleNamespace):
+        with policy.lock:
+            wait_event(policy.event)
+            yield policy
+            policy.event = record_event(self.device)
+
+    @torch.no_grad()
+    def publish(self, version: int) -> None:
+        """The learner's weights and statistics, as they are now, act from the next inference on."""
+        with self.use(self.spare) as spare:  # waits for the last inference that still used it
+            torch._foreach_copy_(spare.tensors, self.learned)
+            spare.version = version
+        self.current, self.spare = spare, self.current
+
+
+class Inference:
+    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
+    the memory and the queues between itself, the actors and the learner."""
+
+    def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device, mailbox: Mailbox):
+        self.args, self.device = args, device
+        rows, slots = len(mailbox.first), slots_needed(args, len(mailbox.first))
+        self.size = rows // (args.num_workers * args.worker_num_splits)  # rows in a group
+        self.mailbox = mailbox
+        self.arrays = self.mailbox.arrays()
+        self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
+        self.acting = ActingPolicy(agent, device)
+        self.full, self.released = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event): to the learner, and back
+        self.bell = os.eventfd(0)  # wakes this thread when slots are free, or the run ends
+        self.free_slots = deque(range(slots))
+        groups = rows // self.size
+        self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
+        self.filling: list[np.ndarray | None] = [None] * groups  # its slots; None: handed over, and no new ones yet
+        self.state = torch.zeros(rows, agent.state_size, device=device)
+        self.staged = room_for(spaces, rows, device=device)  # observations of the rows being served
+        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
+            for source in self.mailbox.obs.values():
+                error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
+                torch.cuda.check_error(int(error))
+        # The last finished ones, as EPISODE says. Checkpoints keep them: the episodes that end first after a resume are
+        # short ones, whose mean could pass for a best return.
+        self.episodes: deque[list[float]] = deque(maxlen=100)
+        self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
+        self.stopping = False
+
+    def release(self, slots: np.ndarray) -> None:
+        """The learner gives slots back: LEARNING -> FREE, once the event, recorded after its last copy, has passed."""
+        self.released.put((slots, record_event(self.device)))
+        os.eventfd_write(self.bell, 1)
+
+    def stop(self) -> None:
+        self.stopping = True
+        os.eventfd_write(self.bell, 1)
+
+    def unpin(self) -> None:
+        """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
+                torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
+            for source in self.mailbox.obs.values():
+                torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
+
+    def run(self, actors: "Actors") -> None:
+        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches. `actors`
+        (below the first reading) has the pipes: `requests` are the groups that wait, `reply` gives them their rows
+        back, `wait` waits for the next requests, or for the bell."""
+        try:
+            with own_stream(self.device, self.args.inference_threads, priority=-1):
+                while not self.stopping:
+                    actors.reply(self.serve(actors.requests))
+                    why = "blocked" if actors.requests else "idle"
+                    start = time.perf_counter()
+                    actors.wait()
+                    self.counts[why] += time.perf_counter() - start
+        except BaseException as error:
+            self.full.put(error)  # the learner raises it
+
+    @torch.inference_mode()
+    def serve(self, groups: list[int]) -> list[int]:
+        """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
+        returns those. The others wait: the caller tries them again when slots are free."""
+        filled = [group for group in groups if self.t[group] == self.args.rollout]
+        if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
+            self.store(filled)
+            event = record_event(self.device)
+            for group in filled:
+                self.full.put((self.filling[group], event))  # FILLING -> FULL
+                self.t[group], self.filling[group] = 0, None
+        while not self.released.empty():
+            slots, event = self.released.get()
+            wait_event(event)  # the learner's copy out of these slots
+            self.free_slots.extend(slots)
+        for group in groups:
+            if self.filling[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
+                self.filling[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
+        ready = [group for group in groups if self.filling[group] is not None]
+        if ready:
+            self.act(ready)
+        return ready
+
+    def store(self, groups: list[int]):
+        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and slots on the
+        host, and on the device, there with `first`."""
+        n, arrays, rollouts = self.size, self.arrays, self.rollouts
+        rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
+        t = np.repeat([self.t[group] for group in groups], n)
+        slots = np.concatenate([self.filling[group] for group in groups])
+        first = arrays.first[rows]
+        rollouts.first[t, slots] = first
+        later = t > 0  # at t = 0 reward and flag belong to the slot before, which has them
+        before = (t[later] - 1, slots[later])  # index of the action that they followed
+        rollouts.rewards[before] = arrays.reward[rows[later]]
+        rollouts.terminated[before] = arrays.terminated[rows[later]]
+        index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
+        for name, source in self.mailbox.obs.items():
+            staged, field = self.staged[name], rollouts.obs[name]
+            for i, group in enumerate(groups):
+                staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
+            if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
+                field.numpy()[t, slots] = staged.numpy()[: len(rows)]
+            else:
+                field[index[1], index[2]] = staged[: len(rows)]
+        return (rows, t, slots), index
+
+    def act(self, groups: list[int]) -> None:
+        (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
+        n, rollouts = len(rows), self.rollouts
+        with self.acting.use(self.acting.current) as policy:
+            obs = {name: staged[None, :n] for name, staged in self.staged.items()}
+            before = self.state[d_rows]
+            logits, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), before)
+            actions, logprobs = sample_actions(logits[0], policy.agent.heads)
+            rollouts.actions[d_t, d_slots] = actions
+            rollouts.logprobs[d_t, d_slots] = logprobs
+            rollouts.values[d_t, d_slots] = values[0]
+            begun = np.flatnonzero(t == 0)
+            if len(begun):
+                d_begun = torch.from_numpy(begun).to(self.device, non_blocking=True)
+                rollouts.rnn_state[d_slots[d_begun]] = before[d_begun]
+            rollouts.versions[t, slots] = policy.version
+            rollouts.inactive[t, slots] = self.arrays.inactive[rows]
+        # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
+        self.arrays.action[rows] = actions.cpu().numpy()
+        ended = rows[self.arrays.episode[rows, EPISODE.index("episodic_length")] > 0]
+        self.episodes.extend(self.arrays.episode[ended].tolist())
+        for group in groups:
+            self.t[group] += 1
+        self.counts["rows"] += n
+        self.counts["forwards"] += 1
+
+
+# === Learner ==========================================================================================================
+
+
+class Learner:
+    """Takes FULL slots, those of an iteration at a time, and improves the policy."""
+
+    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
+        self.args, self.agent, self.inference, self.device = args, agent, inference, device
+        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.full_slots: list[int] = []  # the oldest first
+        self.version = 0  # of the policy published last
+        self.global_step = 0  # valid transitions received
+        self.skipped = 0  # iterations, or steps of one, without a single usable sample
+        self.best_return = -float("inf")
+
+    def load(self, checkpoint: dict) -> None:
+        """All but the weights, which the agent has already."""
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
+        self.best_return = checkpoint["best_return"]
+        self.inference.episodes.extend(episode for episode in checkpoint["episodes"] if len(episode) == len(EPISODE))
+        self.inference.acting.publish(self.version)
+
+    def become(self, donor: dict) -> None:
+        """Goes on with another policy's weights. What was sampled before is too old to be learned from. The rows'
+        recurrent states stay, until their episodes end."""
+        self.agent.load_state_dict(donor["agent"])
+        self.optimizer.load_state_dict(donor["optimizer"])
+        self.version += self.args.max_policy_lag - 1
+        self.inference.episodes.clear()
+        self.inference.episodes.extend(donor["episodes"])  # they are what these weights have reached
+        self.publish()
+
+    def collect(self, control: "Control") -> np.ndarray | None:
+        """Waits for the slots of an iteration: FULL -> LEARNING. None when the main process says stop (`Control` is
+        below). Raises what has ended the inference thread."""
+        start, args = time.perf_counter(), self.args
+        count = args.num_batches_per_epoch * args.batch_size // args.rollout
+        while control.obey():
+            if len(self.full_slots) >= count:
+                self.inference.counts["waited"] += time.perf_counter() - start
+                slots, self.full_slots = self.full_slots[:count], self.full_slots[count:]
+                return np.array(slots)
+            with contextlib.suppress(queue.Empty):
+                item = self.inference.full.get(timeout=0.5)
+                if isinstance(item, BaseException):
+                    raise item
+                slots, event = item
+                wait_event(event)  # inference's writes to these slots
+                self.full_slots.extend(slots)
+        return None
+
+    def learning_rate(self) -> float:
+        """Of the next iteration."""
+        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
+        return self.args.learning_rate * left
+
+    def iterate(self, slots: np.ndarray) -> dict[str, float]:
+        """Learns from the slots of an iteration, and publishes each policy that it makes. The slots stay LEARNING until
+        the last policy is published. Returns the metrics of the last step that had samples. Raises FloatingPointError
+        before a non-finite update is made: the weights are still good."""
+        args, rollouts, version = self.args, self.inference.rollouts, self.version
+        metrics = {}
+        valid = ~rollouts.first[1:, slots] & ~rollouts.inactive[:, slots]
+        steps, too_old, lag, longest = self.count((version - rollouts.versions[:, slots])[valid])
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
+        self.global_step += steps
+        if too_old == steps:  # an iteration without a usable sample is no update
+            self.skipped += 1
+        else:
+            batches = []  # slots of each optimiser step
+            if version or not args.normalize_input:  # the first iteration only initialises the inputs' statistics
+                for _ in range(args.num_epochs):
+                    dealt = slots[torch.randperm(len(slots)).numpy()]
+                    batches += np.split(dealt, args.num_batches_per_epoch)
+            for i, batch in enumerate(batches):
+                if i > 0:
+                    self.publish()
+                metrics = self.update(self.gather(batch, version)) or metrics
+            # New statistics change the policy too: they are published together with the last weights.
+            if args.normalize_input:
+                self.update_statistics(slots, valid)
+            self.publish()
+        self.inference.release(slots)  # with `sync` only now are there free ones: to be filled by the newest version
+        if metrics:
+            metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+            metrics["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        if steps:
+            metrics |= {"lag/mean": lag / steps, "lag/max": longest, "lag/masked": too_old / steps}
+        return metrics
+
+    def count(self, lags: np.ndarray) -> tuple[int, int, int, int]:
+        """lags of an iteration's valid samples -> how many, how many too old to be used; the sum and the longest."""
+        too_old = np.count_nonzero(lags >= self.args.max_policy_lag)
+        return len(lags), too_old, int(lags.sum()), int(lags.max(initial=0))
+
+    def gather(self, slots: np.ndarray, version: int) -> Batch:
+        """Copies slots out of the rollouts. version: the learner's when it took them, from which lags are counted."""
+        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
+        obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
+        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
+        rnn_state = r.rnn_state.index_select(0, d_slots)
+        first, lag = r.first[:, slots], version - r.versions[:, slots]
+        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]  # here without asking the device
+        inactive = r.inactive[:, slots]
+        mask = ~first[1:] & ~inactive & (lag < self.args.max_policy_lag)
+        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], inactive=inactive,
+                    mask=mask)  # fmt: skip
+        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
+        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts)
+
+    def update(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """One optimiser step. Returns its metrics; none where no sample could be used."""
+        loss, metrics = appo_loss(self.args, self.agent, batch)
+        grad_norm = self.step(loss, batch.mask)
+        return {} if grad_norm is None else metrics | {"losses/grad_norm": grad_norm}
+
+    def step(self, loss: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """Descends the loss. Returns the norm of its gradient; None, and no step, where the mask of its samples was
+        empty (0/0). Raises FloatingPointError."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        if torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
+            self.optimizer.step()
+            return grad_norm
+        if mask.any():
+            raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite: a lower --learning-rate "
+                                     "or --max-grad-norm may help")  # fmt: skip
+        self.skipped += 1
+        return None
+
+    def update_statistics(self, slots: np.ndarray, valid: np.ndarray) -> None:
+        """Those of the inputs, by a quarter of the iteration's steps, drawn at random: neighbours hardly differ."""
+        times = torch.randperm(len(valid))[: max(1, len(valid) // 4)].tolist()
+        d_slots = torch.from_numpy(slots).to(self.device)
+        rollouts = self.inference.rollouts.obs.items()
+        obs = {name: torch.cat([field[t].index_select(0, d_slots) for t in times]) for name, field in rollouts}
+        self.agent.update_normalizers(obs, torch.from_numpy(valid[times].flatten()).to(self.device))
+
+    def publish(self) -> None:
+        self.version += 1
+        self.inference.acting.publish(self.version)
+
+
+# A first reading ends here. What follows starts a run, keeps it alive and tidy, and reports what it does.
+
+
+# === Actors and signals ===============================================================================================
 
 
 class Workers:
@@ -1357,10 +1599,9 @@ class Workers:
         """Another session of the population gives the environments other seeds."""
         self.args, self.table, self.population, self.log = args, table, population, log
         self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        # of each worker: its actor, requests of this one, actors so far, short lives in a row
-        self.actors = [None] * args.num_workers
-        self.served = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
-        self.starts, self.short_lives = ([0] * args.num_workers for _ in range(2))
+        # of each worker: its actor, how many died early in a row, how often this actor has asked
+        self.actors, self.short_lives = [None] * args.num_workers, [0] * args.num_workers
+        self.requested = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
         self.deaths = 0
 
     def start_all(self) -> None:
@@ -1380,7 +1621,7 @@ class Workers:
         with tqdm(total=groups * n, desc="starting environments", disable=None) as bar:
             started, S = 0, self.args.worker_num_splits
             while started < groups and not STOP.asked_at:
-                started = int(self.served.clamp(max=S).sum())
+                started = int(self.requested.clamp(max=S).sum())
                 self.check()
                 time.sleep(0.1)
                 bar.update(started * n - bar.n)
@@ -1388,14 +1629,16 @@ class Workers:
     def start(self, worker: int) -> None:
         args, S, allowed = self.args, self.args.worker_num_splits, sorted(os.sched_getaffinity(0))
         core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        seed = env_seed(args.seed, self.population.session, worker, self.starts[worker])
-        self.starts[worker], self.served[worker] = self.starts[worker] + 1, 0
+        # The seed of its first environment; environment i gets seed + i. Below 2**30, so that all fit 31 bits.
+        entropy = np.random.SeedSequence((args.seed, self.population.session, worker, self.deaths))
+        seed = int(entropy.generate_state(1)[0]) >> 2
+        self.requested[worker] = 0
         pairs = [self.context.Pipe() for _ in self.population.doors]
         arguments = (core, args, worker, seed, self.table[worker * S : worker * S + S], self.population.mailboxes,
-                     self.served, [pipe for _, pipe in pairs])  # fmt: skip
-        process = self.context.Process(target=actor_process, name=f"actor {worker}", args=arguments, daemon=True)
-        process.start()
-        self.actors[worker] = process
+                     self.requested, [pipe for _, pipe in pairs])  # fmt: skip
+        started = self.context.Process(target=actor, args=arguments, daemon=True)
+        started.start()
+        self.actors[worker] = started
         for door, (pipe, _) in zip(self.population.doors, pairs):
             with contextlib.suppress(OSError):  # this policy is dead, as `check` will say
                 socket.send_fds(door, [worker.to_bytes(4)], [pipe.fileno()])
@@ -1416,7 +1659,7 @@ class Workers:
         if self.args.sync and self.args.num_policies > 1:  # some may have served its last request, and some not
             raise UserError(f"actor {worker} {how}; with --sync several policies end with it")
         self.deaths += 1
-        self.short_lives[worker] = self.short_lives[worker] + 1 if self.served[worker] < self.SHORT_LIFE else 0
+        self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
         if self.short_lives[worker] == 3:
             raise UserError(f"actor {worker} {how}, for the third time in a row")
         self.log(f"actor {worker} {how}; starting another")
@@ -1459,8 +1702,7 @@ class Actors:
 
     def reply(self, groups: list[int]) -> None:
         """Gives the groups' rows back to their actors."""
-        served = set(groups)
-        self.requests = [group for group in self.requests if group not in served]
+        self.requests = [group for group in self.requests if group not in groups]
         for group in groups:
             worker, split = divmod(group, self.args.worker_num_splits)
             write_split(self.pipes[worker], split)
@@ -1485,182 +1727,18 @@ class Actors:
         self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
 
 
-# === Inference ========================================================================================================
+STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Marks this point of the calling thread's CUDA stream. On a CPU nothing is ever under way."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def wait_event(event: torch.cuda.Event | None) -> None:
-    """Makes the calling thread's CUDA stream (not the thread) wait until the mark was passed."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
-
-
-def own_stream(device: torch.device, threads: int, priority: int = 0):
-    """Sets a thread's number of CPU threads; returns a context with a CUDA stream of its own (priority -1 is high)."""
-    torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        return torch.cuda.stream(torch.cuda.Stream(device, priority))
-    return contextlib.nullcontext()
-
-
-class ActingPolicy:
-    """Two copies of the policy: inference uses the current one, the learner overwrites the spare one, then they swap. A
-    copy's lock lets one thread at a time launch work on it; on CUDA its event makes the next user's stream wait for
-    that work. So inference never sees half an update."""
-
-    def __init__(self, agent: Agent, device: torch.device):
-        self.device, self.learned = device, list(agent.state_dict().values())  # updated in place
-        self.current, self.spare = (self.frozen_copy(agent) for _ in range(2))
-
-    def frozen_copy(self, agent: Agent) -> SimpleNamespace:
-        frozen = copy.deepcopy(agent).requires_grad_(False).to(self.device)  # to() packs the core's weights for cuDNN
-        tensors = list(frozen.state_dict().values())
-        return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
-
-    @contextlib.contextmanager
-    def use(self, policy: SimpleNamespace):
-        with policy.lock:
-            wait_event(policy.event)
-            yield policy
-            policy.event = record_event(self.device)
-
-    @torch.no_grad()
-    def publish(self, version: int) -> None:
-        """The learner's weights and statistics, as they are now, act from the next inference on."""
-        with self.use(self.spare) as spare:  # waits for the last inference that still used it
-            torch._foreach_copy_(spare.tensors, self.learned)
-            spare.version = version
-        self.current, self.spare = spare, self.current
-
-
-class Inference:
-    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
-    the memory and the queues between itself, the actors and the learner."""
-
-    def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device, mailbox: Mailbox):
-        self.args, self.device = args, device
-        self.mailbox, self.numpy, rows = mailbox, mailbox.numpy(), len(mailbox.first)
-        slots = slots_needed(args, rows)
-        self.size = rows // (args.num_workers * args.worker_num_splits)  # rows in a group
-        self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
-        self.acting = ActingPolicy(agent, device)
-        self.full, self.free = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event) to the learner, and back
-        self.bell = os.eventfd(0)  # wakes this thread when slots are free, or the run ends
-        self.free_slots = deque(range(slots))
-        groups = rows // self.size
-        self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
-        self.slots: list[np.ndarray | None] = [None] * groups  # None: handed over, and no new ones yet
-        self.state = torch.zeros(rows, agent.state_size, device=device)
-        self.obs = tensors(spaces, rows, device=device)  # the mailbox rows being served, on the device
-        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
-            for source in self.mailbox.obs.values():
-                error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
-                torch.cuda.check_error(int(error))
-        # The last finished ones, as in Mailbox.episode. Checkpoints keep them: the episodes that end first after a
-        # resume are short ones, whose mean could pass for a best return.
-        self.episodes: deque[list[float]] = deque(maxlen=100)
-        self.counts = Counter()  # rows and batches served; seconds waited, by the learner too
-        self.stopping = False
-
-    def release(self, slots: np.ndarray) -> None:
-        """The learner gives slots back: LEARNING -> FREE, once the event, recorded after its last copy, has passed."""
-        self.free.put((slots, record_event(self.device)))
-        os.eventfd_write(self.bell, 1)
-
-    def stop(self) -> None:
-        self.stopping = True
-        os.eventfd_write(self.bell, 1)
-
-    def unpin(self) -> None:
-        """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
-        if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
-                torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
-            for source in self.mailbox.obs.values():
-                torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
-
-    def run(self, actors: Actors) -> None:
-        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches."""
-        try:
-            with own_stream(self.device, self.args.inference_threads, priority=-1):
-                while not self.stopping:
-                    actors.reply(self.serve(actors.requests))
-                    start, why = time.perf_counter(), "blocked" if actors.requests else "idle"
-                    actors.wait()
-                    self.counts[why] += time.perf_counter() - start
-        except BaseException as error:
-            self.full.put(error)  # the learner raises it
-
-    @torch.inference_mode()
-    def serve(self, groups: list[int]) -> list[int]:
-        """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
-        returns those. The others wait: the caller tries them again when slots are free."""
-        filled = [group for group in groups if self.t[group] == self.args.rollout]
-        if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
-            self.store(filled)
-            event = record_event(self.device)
-            for group in filled:
-                self.full.put((self.slots[group], event))  # FILLING -> FULL
-                self.t[group], self.slots[group] = 0, None
-        while not self.free.empty():
-            slots, event = self.free.get()
-            wait_event(event)  # the learner's copy out of these slots
-            self.free_slots.extend(slots)
-        for group in groups:
-            if self.slots[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
-                self.slots[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
-        ready = [group for group in groups if self.slots[group] is not None]
-        if ready:
-            self.act(ready)
-        return ready
-
-    def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and slots on the
-        host, and on the device, there with `first`."""
-        n, numpy, rollouts = self.size, self.numpy, self.rollouts
-        rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
-        t = np.repeat([self.t[group] for group in groups], n)
-        slots = np.concatenate([self.slots[group] for group in groups])
-        rollouts.first[t, slots] = first = numpy.first[rows]
-        rollouts.inactive[t, slots] = numpy.inactive[rows]
-        later = t > 0  # at t = 0 the reward belongs to the slot before, which has it
-        t1, s1, r1 = t[later] - 1, slots[later], rows[later]
-        rollouts.rewards[t1, s1], rollouts.terminated[t1, s1] = numpy.reward[r1], numpy.terminated[r1]
-        index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
-        for name, source in self.mailbox.obs.items():
-            staged, field = self.obs[name], rollouts.obs[name]
-            for i, group in enumerate(groups):
-                staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
-            if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
-                field.numpy()[t, slots] = staged.numpy()[: len(rows)]
-            else:
-                field[index[1], index[2]] = staged[: len(rows)]
-        return (rows, t, slots), index
-
-    def act(self, groups: list[int]) -> None:
-        (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
-        n, rollouts = len(rows), self.rollouts
-        with self.acting.use(self.acting.current) as policy:
-            state, obs = self.state[d_rows], {name: staged[None, :n] for name, staged in self.obs.items()}
-            logits, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), state)
-            actions, logprobs = sample_actions(logits[0], policy.agent.heads)
-            rollouts.actions[d_t, d_slots] = actions
-            rollouts.logprobs[d_t, d_slots], rollouts.values[d_t, d_slots] = logprobs, values[0]
-            if (t == 0).any():
-                rollouts.rnn_state[d_slots] = torch.where((d_t == 0).unsqueeze(-1), state, rollouts.rnn_state[d_slots])
-            rollouts.versions[t, slots] = policy.version
-        # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
-        self.numpy.action[rows] = actions.cpu().numpy()
-        self.episodes.extend(self.numpy.episode[rows[self.numpy.episode[rows, 2] > 0]].tolist())
-        for group in groups:
-            self.t[group] += 1
-        self.counts["served"] += n
-        self.counts["batches"] += 1
+def on_signal(number: int, frame) -> None:
+    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: `watch` looks at it often, every policy saves
+    what is new and ends, the actors with them, and `train` returns 130. One that comes more than a second later ends
+    this process at once; the policies, which see that, save and end even so. One that comes sooner is taken for the
+    first one, sent twice by a launcher; while the policies save any is ignored."""
+    STOP.asked_at = STOP.asked_at or time.monotonic()
+    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
+        os.write(2, b"\nstopped at once\n")
+        os._exit(130)
 
 
 @contextlib.contextmanager
@@ -1674,150 +1752,6 @@ def sampling(inference: Inference, actors: Actors):
         inference.stop()
         thread.join(10)
         inference.unpin()
-
-
-# === Learner ==========================================================================================================
-
-
-class Learner:
-    """Takes FULL slots, those of an iteration at a time, and improves the policy."""
-
-    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
-        self.args, self.agent, self.inference, self.device = args, agent, inference, device
-        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.slots: list[int] = []  # FULL ones, the oldest first
-        self.version = 0  # of the policy published last
-        self.global_step = 0  # valid transitions received
-        self.skipped = 0  # iterations, or steps of one, without a single usable sample
-        self.best_return = -float("inf")
-
-    def load(self, checkpoint: dict) -> None:
-        """All but the weights, which the agent has already."""
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
-        self.best_return = checkpoint["best_return"]
-        self.inference.episodes.extend(checkpoint["episodes"])
-        self.inference.acting.publish(self.version)
-
-    def become(self, donor: dict) -> None:
-        """Goes on with another policy's weights. What was sampled before is too old to be learned from. The rows'
-        recurrent states stay, until their episodes end."""
-        self.agent.load_state_dict(donor["agent"])
-        self.optimizer.load_state_dict(donor["optimizer"])
-        self.version += self.args.max_policy_lag - 1
-        self.inference.episodes.clear()
-        self.inference.episodes.extend(donor["episodes"])  # they are what these weights have reached
-        self.publish()
-
-    def collect(self, control: "Control") -> np.ndarray | None:
-        """Waits for the slots of an iteration: FULL -> LEARNING. None when the main process says stop. Raises what has
-        ended the inference thread."""
-        start, args = time.perf_counter(), self.args
-        count = args.num_batches_per_epoch * args.batch_size // args.rollout
-        while control.obey():
-            if len(self.slots) >= count:
-                self.inference.counts["waited"] += time.perf_counter() - start
-                slots, self.slots = self.slots[:count], self.slots[count:]
-                return np.array(slots)
-            with contextlib.suppress(queue.Empty):
-                item = self.inference.full.get(timeout=0.5)
-                if isinstance(item, BaseException):
-                    raise item
-                slots, event = item
-                wait_event(event)  # inference's writes to these slots
-                self.slots.extend(slots)
-        return None
-
-    def gather(self, slots: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copies slots out of the rollouts. Returns them, and the lags of the valid, active samples, on the host."""
-        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
-        obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
-        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
-        first, lag = r.first[:, slots], self.version - r.versions[:, slots]
-        valid = ~first[1:]
-        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]
-        inactive = r.inactive[:-1, slots]
-        mask = valid & ~inactive & (lag < self.args.max_policy_lag)
-        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], inactive=inactive,
-                    mask=mask)  # fmt: skip
-        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
-        rnn_state = r.rnn_state.index_select(0, d_slots)
-        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts), lag[valid & ~inactive]
-
-    def batches(self, iteration: Batch):
-        """Yields the batch of each optimiser step. Every epoch deals out the iteration's rollouts anew; where there is
-        one batch, it is all of them."""
-        for _ in range(self.args.num_epochs):
-            if self.args.num_batches_per_epoch == 1:
-                yield iteration
-                continue
-            order = torch.randperm(iteration.mask.shape[1]).to(self.device)
-            for index in order.chunk(self.args.num_batches_per_epoch):
-                obs = {name: x.index_select(1, index) for name, x in iteration.obs.items()}
-                others = {name: x.index_select(0 if name == "rnn_state" else 1, index)
-                          for name, x in iteration._asdict().items() if torch.is_tensor(x)}  # fmt: skip
-                restart = others["first"].any(1).tolist()  # waits for the device; the step before has done so, too
-                yield Batch(obs=obs, **others, restarts=[t for t in range(len(restart)) if t == 0 or restart[t]])
-
-    def learning_rate(self) -> float:
-        """Of the next iteration."""
-        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
-        return self.args.learning_rate * left
-
-    def iterate(self, slots: np.ndarray) -> dict[str, float]:
-        """Learns from slots, which are LEARNING until they are given back: as soon as they are copied, but with `sync`
-        only after the new policy has been published. Returns metrics.
-
-        Raises FloatingPointError before a non-finite update is made: weights and statistics are still good.
-        """
-        args, metrics = self.args, {}
-        iteration, lags = self.gather(slots)
-        if not args.sync:
-            self.inference.release(slots)
-        # Infinities are clipped to +-5, so no loss would show them. Squares, because the statistics are made of them.
-        if not all(bool(x.square().isfinite().all()) for x in iteration.obs.values() if x.is_floating_point()):
-            raise FloatingPointError("an observation is not finite")
-        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
-        self.global_step += len(lags)
-        masked = np.count_nonzero(lags >= args.max_policy_lag)
-        if len(lags) == masked:  # an iteration without a usable sample is no update
-            self.skipped += 1
-        else:
-            if self.version or not args.normalize_input:  # the first samples only initialise the inputs' statistics
-                metrics = self.update(iteration)
-            # New statistics change the policy too: they are published together with the last weights.
-            self.agent.update_normalizers(iteration.obs, ~iteration.first[1:] & ~iteration.inactive)
-            self.publish()
-        if args.sync:  # only now: the next samples are all of the newest version
-            self.inference.release(slots)
-        if len(lags):
-            metrics |= {"lag/mean": lags.mean(), "lag/max": lags.max(), "lag/masked": masked / len(lags)}
-        return metrics
-
-    def update(self, iteration: Batch) -> dict[str, float]:
-        """The optimiser steps of an iteration; returns the last one's metrics. Publishes the weights after each but the
-        last: that is for the caller."""
-        metrics = {}
-        for i, batch in enumerate(self.batches(iteration)):
-            if i:
-                self.publish()
-            loss, of_batch = appo_loss(self.args, self.agent, batch)
-            self.optimizer.zero_grad()
-            loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
-            if not torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
-                if not batch.mask.any():  # 0/0: a step without a usable sample is none
-                    self.skipped += 1
-                    continue
-                raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite")
-            self.optimizer.step()
-            metrics = of_batch | {"losses/grad_norm": grad_norm}
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        return metrics | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
-
-    def publish(self) -> None:
-        self.version += 1
-        self.inference.acting.publish(self.version)
 
 
 # === Checkpoints ======================================================================================================
@@ -1855,7 +1789,7 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
-            log(f"warning: {path} cannot be read ({error!r:.200}); trying the one before")
+            log(f"warning: {path} cannot be read ({error!r:.200})")
     if paths:  # a fresh start would in time delete them
         raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
     return None
@@ -1884,8 +1818,9 @@ def saved_args(folder: Path) -> dict:
 def load_agent(folder: Path | str, policy: int = 0, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
     """A trained policy in an experiment's folder, its Args (set for environments in this process and updated by
     `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
-    folder, in_process = Path(folder), dict(num_workers=1, num_policies=1, worker_num_splits=1, batch_size=None,
-                                            num_batches_per_epoch=1, policy_settings=[], with_pbt=False)  # fmt: skip
+    in_process = dict(num_workers=1, worker_num_splits=1, batch_size=None, num_batches_per_epoch=1, num_policies=1,
+                      policy_settings=[], with_pbt=False)  # fmt: skip
+    folder = Path(folder)
     args = resolve(Args(**saved_args(folder) | changes | in_process))
     folder = policy_folder(folder, policy)
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
@@ -1934,117 +1869,6 @@ class Control:
         return True
 
 
-class Reporter:
-    """A policy's TensorBoard and its reports to the main process. Every rate is over the window since the last report.
-    """
-
-    def __init__(self, args: Args, learner: Learner, folder: Path, control: Control):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.args, self.learner, self.inference, self.control = args, learner, learner.inference, control
-        self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
-        self.metrics, self.last = {}, Counter(time=time.monotonic(), step=learner.global_step)
-
-    def update(self, metrics: dict[str, float]) -> float:
-        """Called after every iteration, with its metrics. Every five seconds it reports, and returns the mean return of
-        the last 100 episodes; otherwise, and before there are so many, -inf."""
-        self.metrics |= metrics
-        step = self.learner.global_step
-        now = Counter(self.inference.counts, time=time.monotonic(), step=step)
-        change = now - self.last
-        if (seconds := change["time"]) < 5:
-            return -np.inf
-        self.last = now
-        fps = change["step"] * self.args.frameskip / seconds
-        scalars = self.metrics | {
-            "charts/SPS": change["step"] / seconds,
-            "charts/FPS": fps,
-            "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
-            "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
-            "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
-            "stats/inference_batch": change["served"] / max(1, change["batches"]),  # rows served together
-        }
-        if episodes := list(self.inference.episodes):
-            tags = ("episodic_return", "episodic_return_trained", "episodic_length", *SCORES)
-            scalars |= zip((f"charts/{tag}" for tag in tags), np.mean(episodes, axis=0).tolist())
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
-        if change["blocked"] >= change["waited"]:
-            bottleneck = "learner"
-        else:
-            bottleneck = "environments" if change["idle"] > 0.5 * (seconds - change["blocked"]) else "inference"
-        objective = scalars.get(OBJECTIVES[self.args.pbt_target_objective])
-        lag = self.metrics.get("lag/mean", 0)
-        self.control.send(step=step, fps=fps, lag=lag, bottleneck=bottleneck, objective=objective)
-        return scalars["charts/episodic_return"] if len(episodes) >= 100 else -np.inf
-
-
-def learn(args: Args, checkpoints: Path, learner: Learner, control: Control, reporter: Reporter) -> None:
-    """The learner's loop, until the main process says stop. What it has learned is saved at the end, and before an
-    error that leaves the weights good; not after one that nobody foresaw."""
-    saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
-    saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
-    try:
-        while (slots := learner.collect(control)) is not None:
-            metrics = learner.iterate(slots)
-            now = time.monotonic()
-            if (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
-                learner.best_return, best_at = score, now
-                save_checkpoint(checkpoints / "best.pth", learner)
-            if now - saved_at >= args.save_every_sec:
-                save_latest(checkpoints, learner, args.keep_checkpoints)
-                saved, saved_at = learner.version, now
-    finally:
-        foreseen = sys.exception() is None or isinstance(sys.exception(), (FloatingPointError, UserError))
-        if foreseen and learner.version > saved:  # else there is nothing new
-            save_latest(checkpoints, learner, args.keep_checkpoints)
-        reporter.writer.close()
-
-
-def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: Mailbox, pipe,
-                 door: socket.socket) -> None:  # fmt: skip
-    """One policy's inference thread and learner, as in the main process of appo_doom.py. Ends when the main process
-    says stop, or is dead."""
-    device, checkpoints = torch.device(args.device), folder / "checkpoints"
-    if device.type == "cpu":
-        keep_freed_memory()
-    else:
-        torch.cuda.set_device(device.index or 0)
-        torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
-    torch.manual_seed(args.seed + index)
-    folder.mkdir(exist_ok=True)
-    agent = Agent(spaces, args).to(device)
-    inference = Inference(args, spaces, agent, device, mailbox)
-    learner = Learner(args, agent, inference, device)
-    control = Control(pipe, learner, checkpoints)
-
-    def log(text: str) -> None:
-        control.send(log=text)
-
-    if checkpoint := load_checkpoint(checkpoints, "latest", log):
-        load_weights(agent, checkpoint, folder, args)
-        learner.load(checkpoint)
-        with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
-            learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
-        torch.manual_seed(args.seed + index + learner.version)
-        log(f"resuming at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
-    with sampling(inference, Actors(args, inference, door)), own_stream(device, args.learner_threads):
-        learn(args, checkpoints, learner, control, Reporter(args, learner, folder, control))
-    control.send(step=learner.global_step)
-
-
-def policy_process(pipe, *arguments) -> None:
-    """Body of a policy's process. A UserError is told by the main process; what else it dies of is on stderr."""
-    faulthandler.enable()
-    try:
-        train_policy(*arguments)
-    except UserError as error:
-        pipe.send(dict(error=str(error)))
-        sys.exit(2)
-
-
 TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value", "gamma")
 
 
@@ -2069,9 +1893,9 @@ def starting_genes(args: Args) -> list[dict[str, float]]:
         if name not in numbers:
             near = difflib.get_close_matches(name, numbers, cutoff=0.3) or list(numbers)
             raise UserError(f"--policy-settings {text}: {name} cannot differ; did you mean {' or '.join(near)}?")
-        low, high = LOWEST.get(name, 0.0), HIGHEST.get(name, np.inf)
-        if hasattr(args, name) and not low <= value <= high:
-            raise UserError(f"--policy-settings {text} is out of range: {low} to {high}")
+        high = AT_MOST.get(name, np.inf)
+        if hasattr(args, name) and not 0 <= value <= high:
+            raise UserError(f"--policy-settings {text} is out of range: 0 to {high}")
         one[name] = value
     return genes
 
@@ -2107,6 +1931,8 @@ class Population:
                 for name, value in self.defaults.items():  # a flag that was typed anew is for all policies
                     genes[name] = before[name] if saved["defaults"].get(name) == value else value
         self.mailboxes = [Mailbox(spaces, rows, len(shaping_of(args))) for _ in self.genes]
+        for field in sum(map(fields_of, self.mailboxes), []):
+            field.share_memory_()
         self.reports = [dict(step=step, fps=0.0, lag=0.0, bottleneck="", objective=None) for step in steps]
         self.processes, self.controls = [], []
         self.doors: list[socket.socket] = []  # through which a policy gets its pipes to new actors
@@ -2247,150 +2073,150 @@ class Population:
             self.read(index)  # its last step
 
 
-# === Evaluate =========================================================================================================
-
-
-@torch.inference_mode()
-def evaluate(args: Args, folder: Path) -> dict[tuple[str, str], list[int]]:
-    """Plays with checkpoints. With one agent every policy plays `eval_episodes` episodes; with several each two
-    policies play as many matches, half of them with their places exchanged. Prints a table. Returns wins, losses and
-    ties of each pair, by frags (by return, where there are none), or against bots, by who is first."""
-    if args.save_video:
-        import imageio.v2 as imageio
-    names, agents, frameskips = [], [], set()
-    for experiment in (args.experiment, *args.opponents):
-        place = Path(args.train_dir) / experiment
-        for policy in args.eval_policies or range(Args(**saved_args(place)).num_policies):
-            changes = asdict(args)
-            if place != folder:  # of another experiment its own, but for these
-                changes = {name: changes[name] for name in ("device", "seed", "precision", *ENV)}
-            agent, used, _ = load_agent(place, policy, args.load_checkpoint_kind, **changes)
-            frameskips.add(used.frameskip)
-            names.append(f"{experiment}/{policy}" if args.opponents else f"{policy}")
-            agents.append(agent)
-    if len(frameskips) > 1:
-        raise UserError(f"--opponents: these were trained with different frameskips: {frameskips}")
-    spaces, seats = spaces_of(used)
-    C, frames = len(agents), []
-    device = torch.device(used.device)
-    if seats == 1:
-        table = np.tile(np.arange(C), min(args.eval_episodes, 16))[:, None]
-    else:
-        pairs = [(i, j) for i in range(C) for j in range(i + 1, C)] or [(0, 0)]
-        table = np.array([[pair[(seat + turn) % 2] for seat in range(seats)] for pair in pairs for turn in range(2)])
-        # Several matches of each pair at once make larger batches. Each of them must be played as often.
-        copies = [n for n in range(2, 16 // len(table) + 1) if args.eval_episodes % (2 * n) == 0]
-        table = np.tile(table, (max(copies, default=1), 1))
-    rows = np.bincount(table.ravel(), minlength=C)
-    check_shared_memory(spaces, int(rows.sum()))
-    mailboxes = [Mailbox(spaces, count, len(shaping_of(used))) for count in rows]  # unshaped: scores are raw
-    states = [torch.zeros(count, agent.state_size, device=device) for count, agent in zip(rows, agents)]
-    per_env = -(-args.eval_episodes * (len(pairs) if seats > 1 else C) // len(table))
-    played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its agents
-    envs = WorkerEnvs(used, 0, table[None], [mailbox.numpy() for mailbox in mailboxes], used.seed)
-    bar = tqdm(total=per_env * len(table), desc="episodes", disable=None)
-    with bar, contextlib.closing(envs):
-        envs.reset(0)
-        while min(map(len, played)) < per_env:
-            if args.save_video and len(played[0]) < per_env and len(frames) < 60 * TICKS_PER_SECOND / used.frameskip:
-                frames.append(np.array(envs.splits[0][0][0].render()))
-            for c, (agent, mailbox) in enumerate(zip(agents, mailboxes)):
-                obs = {name: part.to(device)[None] for name, part in mailbox.obs.items()}
-                logits, _, states[c] = agent(obs, mailbox.first.to(device)[None], states[c])
-                actions = sample_actions(logits[0], agent.heads, args.eval_deterministic)[0]
-                mailbox.action[:] = actions.cpu()
-            envs.step(0)
-            for e, (_, sitting) in enumerate(envs.splits[0]):
-                for i, seat in enumerate(sitting.values()):
-                    if seat.mailbox.episode[seat.row, 2]:
-                        ended[e][i] = seat.mailbox.episode[seat.row].tolist()
-                if len(ended[e]) == seats:
-                    if len(played[e]) < per_env:  # the same for each: taking the first to end would favour short ones
-                        played[e].append([ended[e][i] for i in range(seats)])
-                        bar.update()
-                    ended[e] = {}
-    results, episodes_of = {}, [[] for _ in agents]
-    place, win, frags = (3 + SCORES.index(name) for name in ("place", "win", "frags"))
-    for sitting, matches in zip(table, played):
-        for episodes in matches[: args.eval_episodes - len(episodes_of[sitting[0]])] if seats == 1 else matches:
-            for policy, episode in zip(sitting, episodes):
-                episodes_of[policy].append(episode)
-            sides = sorted(set(sitting))
-            pair = tuple(names[side] for side in sides)
-            if seats == 1 and episodes[0][place]:
-                pair = (*pair, "bots")
-                ahead = episodes[0][win] or 1 - episodes[0][place]  # 0: first, but not alone
-            elif len(sides) == 2:
-                score = frags if episodes[0][place] else 0  # where it is no match of Doom the return
-                one, two = (sum(episode[score] for episode, seat in zip(episodes, sitting) if seat == side)
-                            for side in sides)  # fmt: skip
-                ahead = one - two
-            else:
-                continue
-            results.setdefault(pair, [0, 0, 0])[0 if ahead > 0 else 1 if ahead < 0 else 2] += 1
-    for name, episodes in zip(names, episodes_of):
-        mean, std = np.mean(episodes, 0), np.std(episodes, 0)
-        scores = "".join(f", {score} {value:.2f}" for score, value in zip(SCORES, mean[3:]) if value)
-        print(f"policy {name}: {len(episodes)} episodes, return {mean[0]:.2f} +- {std[0]:.2f} (standard deviation)"
-              f"{scores}")  # fmt: skip
-    for (one, two), (wins, losses, ties) in results.items():
-        print(f"{one} against {two}: {wins} wins, {losses} losses, {ties} ties; "
-              f"{wilson(wins, wins + losses)} of the decided")  # fmt: skip
-    if args.save_video:
-        larger = ["-vf", "scale=4*iw:4*ih:flags=neighbor"]
-        imageio.mimwrite(folder / "video.mp4", frames, fps=TICKS_PER_SECOND / used.frameskip, macro_block_size=2,
-                         output_params=larger)  # fmt: skip
-        print(f"wrote {folder / 'video.mp4'} ({len(frames)} frames)")
-    return results
-
-
-def wilson(wins: int, matches: int) -> str:
-    """A share with its 95 % interval (Wilson 1927)."""
-    if matches == 0:
-        return "none"
-    p, z2, n = wins / matches, 1.96**2, matches
-    middle, width = p + z2 / (2 * n), math.sqrt(z2 * (p * (1 - p) + z2 / (4 * n)) / n)
-    low, high = ((middle + sign * width) / (1 + z2 / n) for sign in (-1, 1))
-    return f"{p:.0%} ({low:.0%} to {high:.0%})"
-
-
 # === Main =============================================================================================================
 
 
+# The ranges of numeric flags; what is not named here is free
+AT_LEAST = {
+    0: ("seed", "train_for_seconds", "save_every_sec", "actor_timeout", "max_batches_ahead", "gamma",
+        "learning_rate", "vtrace_rho", "vtrace_c", "vtrace_lambda", "clip_coef", "ppo_clip_value", "vf_coef",
+        "ent_coef", "max_grad_norm", "reward_clip", "pbt_replace_fraction", "pbt_replace_reward_gap",
+        "pbt_replace_reward_gap_absolute", "pbt_mutation_rate"),
+    1: ("frameskip", "total_timesteps", "num_workers", "num_envs_per_worker", "worker_num_splits", "rollout",
+        "inference_threads", "learner_threads", "batch_size", "num_batches_per_epoch", "num_epochs", "max_policy_lag",
+        "hidden_size", "num_policies", "pbt_start_mutation", "pbt_period_env_steps", "pbt_perturb_min",
+        "pbt_perturb_max"),
+    2: ("keep_checkpoints",),  # a donor that saves meanwhile must not delete what its copy reads
+}  # fmt: skip
+# A reply is one byte; appo_loss bounds the ratio by 20 before V-trace does; a timer cannot be set to infinity;
+# a process can be given 256 file descriptors, and an actor needs a dozen for each policy
+AT_MOST = dict(seed=2**31 - 1, worker_num_splits=256, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
+               vtrace_lambda=1, num_policies=16, pbt_replace_fraction=0.5, pbt_mutation_rate=1)  # fmt: skip
+BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
+# Flags of one session, not of the experiment; and what a resumed run may not change
+SESSION, ENV = ("train_for_seconds",), ("env_id", "cfg_path", "scenario_dir")
+FIXED = (*ENV, "num_policies", "policy_settings", "rnn_type", "hidden_size", "normalize_input")
+
+
+def resolve(args: Args) -> Args:
+    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
+    args = copy.copy(args)
+    for low, names in AT_LEAST.items():
+        for name in names:
+            value, high = getattr(args, name), AT_MOST.get(name, np.inf)
+            if value is not None and not low <= value <= high:
+                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
+        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    cpu = torch.device(args.device).type == "cpu"
+    if args.precision == "auto":
+        if cpu:
+            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        else:
+            with torch.cuda.device(args.device):
+                capable = torch.cuda.is_bf16_supported(including_emulation=False)
+        args.precision = "bfloat16" if capable else "float32"
+    cores, quota = len(os.sched_getaffinity(0)), np.inf
+    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
+        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
+    n = max(1, int(min(cores, quota)))
+    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
+        args.set_workers_cpu_affinity = False
+    args.num_workers = n if args.num_workers is None else args.num_workers
+    if args.worker_num_splits is None:
+        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
+    # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
+    n = max(1, n // args.num_policies)
+    learner_share, inference_share = (1, 1) if args.sync else (2, 4)
+    args.learner_threads = args.learner_threads or (max(1, n // learner_share) if cpu else 1)
+    args.inference_threads = args.inference_threads or (max(1, n // inference_share) if cpu else 1)
+    if args.num_envs_per_worker % args.worker_num_splits:
+        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
+                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
+    P, agents = args.num_policies, spaces_of(args)[1]
+    if args.num_envs_per_worker // args.worker_num_splits * agents % P:
+        raise UserError(f"{args.num_envs_per_worker // args.worker_num_splits} environments in a split x {agents} "
+                        f"agents are not divisible by --num-policies {P}")  # fmt: skip
+    if args.with_pbt and P == 1:
+        raise UserError("--with-pbt needs more than one policy: --num-policies")
+    if args.with_pbt and args.pbt_start_mutation >= args.total_timesteps:
+        raise UserError(f"--with-pbt: the run ends after --total-timesteps {args.total_timesteps:,}, before the first "
+                        f"exchange at --pbt-start-mutation {args.pbt_start_mutation:,}")  # fmt: skip
+    scenario = not args.cfg_path and SCENARIOS.get(args.env_id) or Scenario("", (), ())
+    if args.pbt_target_objective is None:
+        args.pbt_target_objective = "wins" if scenario.agents > 1 else "frags" if scenario.match else "return"
+    if scenario.wad and args.pbt_target_objective in (("kills",) if scenario.match else ("frags", "wins")):
+        raise UserError(f"--pbt-target-objective {args.pbt_target_objective}: {args.env_id} has none")
+    starting_genes(args)  # raises for wrong --policy-settings
+    rows = args.num_workers * args.num_envs_per_worker * agents // P  # of a policy
+    batches = args.num_batches_per_epoch
+    if args.batch_size is None and args.sync:  # one rollout of every row
+        args.batch_size = max(1, rows // batches) * args.rollout
+    elif args.batch_size is None:
+        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
+        args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
+    if args.batch_size % args.rollout:
+        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
+    if args.sync and batches * args.batch_size != rows * args.rollout:
+        raise UserError(f"--sync (which --num-workers 0 implies) needs one rollout of every row: {batches} batches of "
+                        f"{args.batch_size} samples are not {rows} rows x {args.rollout} steps; --batch-size None is "
+                        "the one that fits, where --num-batches-per-epoch divides the rows")  # fmt: skip
+    return args
+
+
+def check_memory(args: Args, spaces: Spaces, rows: int, state_size: int) -> None:
+    """Raises UserError where mailboxes, engines or rollouts have no room: else CUDA, or the kernel, would end the run.
+    rows: of a policy"""
+    device, policies = torch.device(args.device), args.num_policies
+    shared = policies * rows * (mebibytes(Mailbox(spaces, 1, 0)) + ENV_SHARED_MEMORY / 2**20)
+    slots = slots_needed(args, rows) + args.batch_size // args.rollout  # and a batch that is gathered from them
+    private = slots * mebibytes(Rollouts(spaces, args.rollout, 1, state_size, torch.device("cpu")))
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] / 2**20
+        if args.device == "cuda":  # see Population.start
+            policies = -(-policies // torch.cuda.device_count())
+    else:
+        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**10
+        with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max"
+            free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**20)
+    if shared > (room := shutil.disk_usage("/dev/shm").free / 2**20):
+        raise UserError(f"/dev/shm has {room:,.0f} MiB free, {shared:,.0f} MiB are needed: use fewer environments or a "
+                        "larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
+    private = policies * (private + 512)  # a process of its own, the network, its copies
+    if private > 0.8 * free:
+        raise UserError(f"{policies} policies with {slots:,} slots of rollouts each need {private:,.0f} MiB of "
+                        f"{free:,.0f} that are free, a fifth of which must remain: use fewer policies, a smaller "
+                        "--batch-size or fewer environments")  # fmt: skip
+
+
 def parse_args() -> tuple[Args, Path]:
-    """Args as typed, and the run's folder. Of an experiment that is there what was typed before still holds, except for
-    what is typed now. Raises UserError."""
+    """Args as typed, and the run's folder. For an experiment that exists its saved flags hold, except for those typed
+    now. Raises UserError."""
     args = tyro.cli(Args)
-    for name in EVALUATION:
-        if getattr(args, name) != getattr(Args(), name) and not args.evaluate:
-            raise UserError(f"--{name.replace('_', '-')} is for --evaluate")
-    if args.evaluate and args.experiment is None:
-        raise UserError("--evaluate needs the name of an --experiment")
-    experiment = args.experiment or f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    fresh = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+    experiment = args.experiment or fresh
     folder = Path(args.train_dir) / experiment
     if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
         raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
-    if args.evaluate or (folder / "cfg.json").exists():
-        saved = asdict(Args(**saved_args(folder)))
+    if (folder / "cfg.json").exists():
+        saved, file = saved_args(folder), Path(__file__).name
         args = tyro.cli(Args, default=Args(**saved))
-        for name in (name for name in saved.keys() - set(SESSION) if getattr(args, name) != saved[name]):
-            change = f"{name} {saved[name]} -> {getattr(args, name)}"
-            if name in FIXED and not args.evaluate:
-                raise UserError(f"{folder} holds another run: {change}; rename --experiment")
-            print(f"override: {change}")
+        made_by = Path(json.loads((folder / "cfg.json").read_text()).get("file", file)).name
+        changes = {"file": (made_by, file)} if made_by != file else {}
+        for name, value in asdict(args).items():
+            if name not in SESSION and value != saved.get(name, "none"):
+                changes[name] = saved.get(name, "none"), value
+        for name, (before, now) in changes.items():
+            if name in FIXED:
+                raise UserError(f"{folder} holds another run, of {made_by}: {name} {before} -> {now}; "
+                                "rename --experiment")  # fmt: skip
+            print(f"override: {name} {before} -> {now}")
     args.experiment = experiment
     return args, folder
-
-
-def check_memory(args: Args, spaces: Spaces, rows: int) -> None:
-    """Raises UserError when the policies do not fit into memory. rows: of a policy"""
-    free = int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-    step = sum(part.nbytes for part in tensors(spaces, 1).values())
-    rollouts = slots_needed(args, rows) * (args.rollout + 1) * step if args.device == "cpu" else 0
-    needed = args.num_policies * (rollouts + 2**29)  # 512 MiB: a process of its own, the network, its copies
-    if needed > free:
-        raise UserError(f"{free / 2**30:.1f} GiB of memory are free, {args.num_policies} policies need "
-                        f"{needed / 2**30:.1f} GiB: use fewer policies or environments")  # fmt: skip
 
 
 def open_log(folder: Path):
@@ -2406,18 +2232,141 @@ def open_log(folder: Path):
     return file
 
 
-def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU."""
-    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)
-        ctypes.CDLL(None).mallopt(option, value)
+class Reporter:
+    """A policy's TensorBoard, and its reports to the main process. Rates are over the window since the last report."""
+
+    def __init__(self, args: Args, learner: Learner, folder: Path, control: Control):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        self.args, self.learner, self.inference, self.control = args, learner, learner.inference, control
+        self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
+        self.metrics, self.last = {}, self.now()
+
+    def now(self) -> Counter:
+        counts = dict(time=time.monotonic(), step=self.learner.global_step, version=self.learner.version)
+        return Counter(self.inference.counts, **counts)
+
+    def update(self, metrics: dict[str, float]) -> float:
+        """Called after every iteration, with its metrics. Every five seconds it reports, and returns the mean return of
+        the last 100 episodes; otherwise, and before there are so many, -inf."""
+        self.metrics |= metrics
+        step = self.learner.global_step
+        now = self.now()
+        change = now - self.last
+        if (seconds := change["time"]) < 5:
+            return -np.inf
+        self.last = now
+        fps = change["step"] * self.args.frameskip / seconds
+        scalars = self.metrics | {
+            "charts/SPS": change["step"] / seconds,
+            "charts/FPS": fps,
+            "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
+            "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
+            "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
+            "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
+        }
+        if episodes := list(self.inference.episodes):
+            scalars |= zip((f"charts/{name}" for name in EPISODE), np.mean(episodes, axis=0).tolist())
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
+        if change["blocked"] >= change["waited"]:
+            bottleneck = "learner"
+        elif change["idle"] > 0.5 * (seconds - change["blocked"]):
+            bottleneck = "environments"
+        else:
+            bottleneck = "inference"
+        objective = scalars.get(OBJECTIVES[self.args.pbt_target_objective])
+        lag = self.metrics.get("lag/mean", 0)
+        self.control.send(step=step, fps=fps, lag=lag, bottleneck=bottleneck, objective=objective)
+        if not change["version"]:
+            text = f"warning: no update in {seconds:.0f} s: no sample could be used (lag/masked: --max-policy-lag)"
+            self.control.send(log=text)
+        return scalars["charts/episodic_return"] if len(episodes) >= 100 else -np.inf
+
+
+def learn(args: Args, checkpoints: Path, learner: Learner, control: Control, reporter: Reporter) -> None:
+    """The learner's loop, until the main process says stop. What it has learned is saved at the end, and before an
+    error that leaves the weights good; not after one that nobody foresaw."""
+    saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
+    saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
+    good = True  # the weights
+    try:
+        while (slots := learner.collect(control)) is not None:
+            metrics = learner.iterate(slots)
+            now = time.monotonic()
+            if (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
+                learner.best_return, best_at = score, now
+                save_checkpoint(checkpoints / "best.pth", learner)
+            if now - saved_at >= args.save_every_sec:
+                save_latest(checkpoints, learner, args.keep_checkpoints)
+                saved, saved_at = learner.version, now
+    except BaseException as error:
+        good = isinstance(error, (FloatingPointError, UserError))
+        raise
+    finally:
+        if good and learner.version > saved:  # else there is nothing new
+            save_latest(checkpoints, learner, args.keep_checkpoints)
+        reporter.writer.close()
+
+
+def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: Mailbox, pipe,
+                 door: socket.socket) -> None:  # fmt: skip
+    """One policy's inference thread and learner, as in the main process of appo_doom.py. Ends when the main process
+    says stop, or is dead."""
+    device, checkpoints = torch.device(args.device), folder / "checkpoints"
+    if device.type == "cpu":
+        # glibc keeps freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU
+        for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
+            ctypes.CDLL(None).mallopt(option, value)
+    else:
+        torch.cuda.set_device(device.index or 0)
+        torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
+    torch.manual_seed(args.seed + index)
+    folder.mkdir(exist_ok=True)
+    agent = Agent(spaces, args).to(device)
+    inference = Inference(args, spaces, agent, device, mailbox)
+    learner = Learner(args, agent, inference, device)
+    control = Control(pipe, learner, checkpoints)
+
+    def log(text: str) -> None:
+        control.send(log=text)
+
+    if checkpoint := load_checkpoint(checkpoints, "latest", log):
+        load_weights(agent, checkpoint, folder, args)
+        learner.load(checkpoint)
+        with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
+            learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
+        torch.manual_seed(args.seed + index + learner.version)
+        log(f"resuming at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
+    actors = Actors(args, inference, door)
+    # With `sync` there is one slot for each row: none is given away before all have asked
+    while len(actors.requests) < args.num_workers * args.worker_num_splits:
+        if not control.obey():
+            return
+        actors.wait(0.5)
+    with sampling(inference, actors), own_stream(device, args.learner_threads):
+        learn(args, checkpoints, learner, control, Reporter(args, learner, folder, control))
+    control.send(step=learner.global_step)
+
+
+def policy_process(pipe, *arguments) -> None:
+    """Body of a policy's process. A UserError is told by the main process; what else it dies of is on stderr."""
+    faulthandler.enable()
+    try:
+        train_policy(*arguments)
+    except UserError as error:
+        pipe.send(dict(error=str(error)))
+        sys.exit(2)
 
 
 def watch(args: Args, population: Population, workers: Workers, writer, log) -> None:
     """The main process's loop: looks after actors and policies, shows how they do, and holds the exchanges."""
     started = shown = time.monotonic()
     total, made = args.total_timesteps, int(population.step())
-    with tqdm(total=total, initial=made, desc=args.env_id, unit=" steps", unit_scale=True, dynamic_ncols=True,
-              disable=None) as bar:  # fmt: skip
+    with tqdm(total=total, initial=made, desc=args.env_id[:8], dynamic_ncols=True,
+              bar_format="{desc} {percentage:.0f}%{bar}{remaining}{postfix}", disable=None) as bar:  # fmt: skip
         while not STOP.asked_at:
             multiprocessing.connection.wait(population.controls, timeout=0.5)
             workers.check()
@@ -2429,14 +2378,15 @@ def watch(args: Args, population: Population, workers: Workers, writer, log) -> 
             if now - shown >= 5 and all(report["bottleneck"] for report in reports):  # all have reported
                 shown = now
                 known = [report["objective"] for report in reports if report["objective"] is not None]
-                text = f"{sum(report['fps'] for report in reports):,.0f} frames/s, "
+                score = ""
                 if known:
-                    text += f"{args.pbt_target_objective} {max(known):.2f} best, {min(known):.2f} worst, "
-                    text += f"{statistics.pstdev(known):.2f} deviation, "
-                text += f"lag {statistics.mean(report['lag'] for report in reports):.1f}, bottleneck: "
-                # "environments" too where another policy is waited for
+                    score = f"{args.pbt_target_objective} {max(known):.2f} best, {min(known):.2f} worst, "
+                    score += f"{statistics.pstdev(known):.2f} deviation, "
                 kinds = [report["bottleneck"] for report in reports]
-                text += "learner" if "learner" in kinds else statistics.mode(kinds)
+                # "environments" too where another policy is waited for
+                bottleneck = "learner" if "learner" in kinds else statistics.mode(kinds)
+                fps, lag = (statistics.mean(report[name] for report in reports) for name in ("fps", "lag"))
+                text = f"{score}{len(reports) * fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {lag:.1f}"
                 bar.set_postfix_str(text)
                 log(f"step {step:,.0f}: {text}", bar.disable)
             if step >= total or args.train_for_seconds is not None and now - started >= args.train_for_seconds:
@@ -2451,44 +2401,51 @@ def train(typed: Args, folder: Path) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # also of the policies: a pipe to each actor
     args = resolve(typed)
     spaces, agents = spaces_of(args)
-    P, W, B = args.num_policies, args.num_workers, args.batch_size // args.rollout
-    rows = W * args.num_envs_per_worker * agents // P  # of a policy
-    check_shared_memory(spaces, rows * P)
-    check_memory(args, spaces, rows)
-    log_file = open_log(folder)
+    rows = args.num_workers * args.num_envs_per_worker * agents // args.num_policies  # of a policy
+    with torch.device("meta"):
+        agent = Agent(spaces, args)
+    check_memory(args, spaces, rows, agent.state_size)
+    log_file = open_log(folder)  # nothing was written before
 
     def log(text: str, show: bool = True) -> None:
         log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if show:
             tqdm.write(text)
 
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Agent(spaces, args).parameters())
     population = Population(args, folder, spaces, rows, log)
     if (step := population.step()) >= args.total_timesteps:
         log(f"{folder} has its {step:,.0f} steps already; raise --total-timesteps to go on")
         return 0
     table = table_of_policies(args, agents, population.session)
-    software = {name: sys.modules[name].__version__ for name in ("torch", "numpy", "gymnasium", ENGINE)}
-    # A resumed run starts from what was typed and resolves again: it may be on another machine.
-    cfg = dict(args=asdict(typed), resolved=asdict(args), versions=software, command=sys.argv)
+    # A resumed run starts from what was typed and resolves again, as it may be on another machine; but for the batch,
+    # which decides what is learned, and with `sync` the workers, which decide the batch.
+    kept = dict(batch_size=args.batch_size) | (dict(num_workers=args.num_workers) if args.sync else {})
+    names = ("torch", "numpy", "gymnasium", ENGINE)
+    software = {found.name: found.version for found in importlib.metadata.distributions() if found.name in names}
+    cfg = dict(file=os.path.abspath(__file__), args=asdict(typed) | kept, resolved=asdict(args), versions=software,
+               command=sys.argv)  # fmt: skip
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     population.save()
-    lag = 0.0 if args.sync else slots_needed(args, rows) / B * args.num_epochs  # when the learner is the bottleneck
+    B, steps = args.batch_size // args.rollout, args.total_timesteps
+    # When the learner is the bottleneck, all slots but those LEARNING are ahead of a new one
+    expected_lag = 0.0 if args.sync else (slots_needed(args, rows) / B - args.num_batches_per_epoch) * args.num_epochs
     for line in (
-        f"{args.env_id}: {P} policies of {parameters:,} parameters on {args.device}, encoder in {args.precision},"
-        f" {args.learner_threads} + {args.inference_threads} threads to learn and act",
-        f"{W} workers x {args.num_envs_per_worker} environments of {agents} agents in {args.worker_num_splits} splits;"
-        f" each policy has {rows} rows",
-        f"{args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,} ({B} rollouts of"
-        f" {args.rollout} steps) an optimiser step; expected lag up to {lag:.1f} versions",
-        f"{sum(map(mebibytes, population.mailboxes)):.1f} MiB of shared memory beside the engines' own;"
-        f" {slots_needed(args, rows)} slots for the rollouts of each policy",
-        f"up to {args.total_timesteps:,} steps of each policy = {args.total_timesteps * args.frameskip:,} frames",
-        f"files in {folder}",
+        f"{args.env_id}: {args.num_policies} policies of {sum(p.numel() for p in agent.parameters()):,} parameters on"
+        f" {args.device}, encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to"
+        " learn and act",
+        f"{args.num_workers} workers x {args.num_envs_per_worker} environments of {agents} agents in"
+        f" {args.worker_num_splits} splits; each policy has {rows} rows,"
+        f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
+        f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
+        f"{sum(map(mebibytes, population.mailboxes)):.1f} MiB of shared memory beside the engines' own,"
+        f" {slots_needed(args, rows)} slots of rollouts for each policy",
+        f"up to {steps:,} steps of each policy = {steps * args.frameskip:,} frames; files in {folder}",
     ):
         log(line)
+    if expected_lag >= args.max_policy_lag:
+        log(f"warning: samples with a lag of {args.max_policy_lag} (--max-policy-lag) are not learned from; a larger "
+            "--batch-size has less lag")  # fmt: skip
     for index, genes in enumerate(population.genes):
         log(f"policy {index}: {', '.join(f'{name} {value:.4g}' for name, value in population.settings(genes).items())}")
     workers = Workers(args, table, population, log)
@@ -2514,19 +2471,17 @@ def main() -> int:
     try:
         if sys.platform != "linux":
             raise UserError(f"this needs Linux (/proc, /dev/shm, eventfd); {sys.platform} has no such things")
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            raise UserError("this is not for torchrun: it spreads its policies over the GPUs of one machine by itself")
         args, folder = parse_args()
-        if args.evaluate:
-            evaluate(args, folder)
-            return 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
         return train(args, folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # in an evaluation, or before the run has begun: there is nothing to save
+    except FloatingPointError as error:
+        print(f"error: {error}; the weights from before are saved", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before the run has begun: there is nothing to save
         print("stopped", file=sys.stderr)
         return 130
 

@@ -236,7 +236,7 @@ def null_actor(family: str, obs: dict[str, gym.spaces.Box], *arguments) -> None:
     """The variant's own actor, with environments that cost nothing."""
     appo = importlib.import_module(f"appo_{family}")
     appo.make_envs = lambda args, num_envs, *rows: NullEnvs(num_envs, obs)
-    appo.actor_process(*arguments)
+    appo.actor(*arguments)
 
 
 class RandomAgent(nn.Module):
@@ -255,10 +255,10 @@ class RandomAgent(nn.Module):
 def pipeline(options: Options, appo, args, null: bool) -> dict:
     """Actors, mailbox, pipes, inference thread and rollouts with random actions, without a learner: rows and frames per
     second, and the microseconds of a group. null: with environments that cost nothing."""
-    spaces, actor_process = appo.spaces_of(args), appo.actor_process
+    spaces, actor = appo.spaces_of(args), appo.actor
     if null:
         spaces = appo.Spaces(spaces.obs, (4,))
-        appo.actor_process = functools.partial(null_actor, options.family, spaces.obs)  # what Actors starts
+        appo.actor = functools.partial(null_actor, options.family, spaces.obs)  # what Actors starts
     torch.set_num_threads(1)
     args.batch_size = args.num_workers * args.num_envs_per_worker * args.rollout  # slots: never a reason to wait
     inference, errors = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
@@ -283,20 +283,21 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
     try:
         with appo.sampling(inference, actors):
             time.sleep(options.warm_up)
-            before = [inference.counts["served"], inference.counts["batches"], *received]
+            before = [inference.counts["rows"], inference.counts["forwards"], *received]
             text = f"{args.num_workers} workers"
-            found = rates(lambda: inference.counts["served"], options.windows, options.window, text, check)
-            served, batches, steps, valid = np.subtract([inference.counts["served"], inference.counts["batches"], *received], before)
+            found = rates(lambda: inference.counts["rows"], options.windows, options.window, text, check)
+            now = [inference.counts["rows"], inference.counts["forwards"], *received]
+            rows, forwards, steps, valid = np.subtract(now, before)
     finally:
         inference.full.put(None)
         thread.join()
-        appo.actor_process = actor_process
+        appo.actor = actor
     middle = statistics.median(found)
     return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker, rows_per_second=round(middle),
                 frames_per_second=round(middle * valid / steps * args.frameskip),
                 windows=[round(rate) for rate in found],
                 microseconds_per_group=round(1e6 * inference.size / middle, 1),
-                rows_per_batch=round(served / batches, 1))  # fmt: skip
+                rows_per_batch=round(rows / forwards, 1))  # fmt: skip
 
 
 def command() -> str:
@@ -347,7 +348,7 @@ def main() -> None:
         if options.sweep:
             print(f"best: {best['envs_per_worker']} environments per worker, {best['frames_per_second']:,} frames/s")
     if options.out:
-        engine = {appo.ENGINE: getattr(sys.modules[appo.ENGINE], "__version__", "unknown")}
+        engine = {appo.ENGINE: getattr(sys.modules.get(appo.ENGINE), "__version__", "unknown")}
         content = dict(machine=machine() | engine, command=command(), env_id=args.env_id, frameskip=args.frameskip,
                        results=results)  # fmt: skip
         options.out.write_text(json.dumps(content, indent=2) + "\n")

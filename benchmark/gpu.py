@@ -169,7 +169,7 @@ def profile(options: Options, family: str) -> dict:
 
     def act() -> None:
         for group in groups:
-            inference.t[group], inference.slots[group] = 1, np.arange(group * inference.size, (group + 1) * inference.size)
+            inference.t[group], inference.filling[group] = 1, np.arange(group * inference.size, (group + 1) * inference.size)
         inference.act(groups)
 
     def measure(function) -> dict:

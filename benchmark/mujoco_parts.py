@@ -3,10 +3,10 @@
     python benchmark/mujoco_parts.py --out benchmark/results/mujoco_parts.json
 
 `pool.step` is EnvPool's, with one thread; `WorkerEnvs.step` is that and all else that an actor does for a step. `act` is one batch of
-inference, `gather` copies an iteration out of the rollouts, `learn` is an optimiser step, and `vtrace` its part in it: one thread each, all
-with so many environments or samples. Medians of rounds in which each is done once. `act` and `learn` with (both) run in two threads at the
-same time, without actors, as the inference thread and the learner do; of these two the CPU time is given, too. Machine: takes half a
-minute; nothing else may run beside it.
+inference, `gather` copies a batch for the learner out of the rollouts, `learn` is the optimiser step with it, and `vtrace` its part in that:
+one thread each, all with so many environments or samples. Medians of rounds in which each is done once. `act` and `learn` with (both) run in
+two threads at the same time, without actors, as the inference thread and the learner do; of these two the CPU time is given, too. Machine:
+takes half a minute; nothing else may run beside it.
 """
 
 import json
@@ -38,7 +38,7 @@ class Options:
     device: str = "cpu"
 
 
-def together(inference, learner, iteration, seconds: float = 5.0) -> dict[str, float]:
+def together(inference, learner, batch, seconds: float = 5.0) -> dict[str, float]:
     """Acts and learns in two threads at once: microseconds of each a sample, by the clock and of a core."""
     over, found = threading.Event(), {}
 
@@ -58,7 +58,7 @@ def together(inference, learner, iteration, seconds: float = 5.0) -> dict[str, f
         found[f"{name} (both) {samples}"], found[f"{name} (both), CPU time {samples}"] = 1e6 * wall / n, 1e6 * cpu / n
 
     threads = [threading.Thread(target=repeat, args=("act", inference.size, act)),
-               threading.Thread(target=repeat, args=("learn", BOTH[1], lambda: learner.update(iteration)))]  # fmt: skip
+               threading.Thread(target=repeat, args=("learn", BOTH[1], lambda: learner.update(batch, True)))]  # fmt: skip
     for thread in threads:
         thread.start()
     time.sleep(seconds)
@@ -88,7 +88,7 @@ def main() -> None:
             spaces, device = appo.spaces_of(args), torch.device(args.device)
             agent = appo.Agent(spaces, args).to(device)
             inference = appo.Inference(args, spaces, agent, device)
-            envs = appo.WorkerEnvs(args, 0, inference.numpy, seed=1)
+            envs = appo.WorkerEnvs(args, 0, inference.arrays, seed=1)
             for split in range(args.worker_num_splits):
                 envs.reset(split)
             parts.append((n, inference, envs))
@@ -110,21 +110,21 @@ def main() -> None:
                 with torch.inference_mode():
                     for group in groups:
                         inference.t[group] = 1
-                        inference.slots[group] = np.arange(group * inference.size, (group + 1) * inference.size)
+                        inference.filling[group] = np.arange(group * inference.size, (group + 1) * inference.size)
                     timed(f"{task}: act", n, inference.act, groups)
                 timed(f"{task}: WorkerEnvs.step", n, lambda: [envs.step(split) for split in groups])
-                actions = [inference.numpy.action[envs.rows[split]] for split in groups]
+                actions = [inference.arrays.action[envs.rows[split]] for split in groups]
                 timed(f"{task}: pool.step", n, lambda: [envs.splits[split].pool.step(actions[split]) for split in groups])
             for samples, learner in learners:
-                iteration, _ = timed(f"{task}: gather", samples, learner.gather, np.arange(samples // learner.args.rollout))
-                timed(f"{task}: learn", samples, learner.update, iteration)
-                ones = torch.ones_like(iteration.rewards)
+                batch = timed(f"{task}: gather", samples, learner.gather, np.arange(samples // learner.args.rollout), learner.version)
+                timed(f"{task}: learn", samples, learner.update, batch, True)
+                ones = torch.ones_like(batch.rewards)
                 values = torch.zeros(len(ones) + 1, ones.shape[1], device=device)
-                timed(f"{task}: vtrace", samples, appo.vtrace, ones, values, ones, ones, iteration.mask, 1.0, 1.0, 0.95)
+                timed(f"{task}: vtrace", samples, appo.vtrace, ones, values, ones, ones, batch.mask, 1.0, 1.0, 0.95)
         inference = next(inference for n, inference, _ in parts if n == BOTH[0])
         learner = next(learner for samples, learner in learners if samples == BOTH[1])
-        iteration, _ = learner.gather(np.arange(BOTH[1] // learner.args.rollout))
-        times |= {f"{task}: {name}": [value] for name, value in together(inference, learner, iteration).items()}
+        batch = learner.gather(np.arange(BOTH[1] // learner.args.rollout), learner.version)
+        times |= {f"{task}: {name}": [value] for name, value in together(inference, learner, batch).items()}
         for _, _, envs in parts:
             envs.close()
     result = dict(machine=machine_and_engines(),

@@ -25,7 +25,7 @@ GAMES, EPISODES = 16, 7
 def random_returns(appo, env_id: str) -> np.ndarray:
     """[GAMES * EPISODES]"""
     args = appo.resolve(appo.Args(env_id=env_id, device="cpu", num_workers=1, num_envs_per_worker=GAMES, worker_num_splits=1))
-    mailbox = appo.Mailbox(appo.spaces_of(args), GAMES).numpy()
+    mailbox = appo.Mailbox(appo.spaces_of(args), GAMES).arrays()
     envs = appo.WorkerEnvs(args, 0, mailbox, seed=1)
     actions = envs.splits[0].action_space
     actions.seed(1)

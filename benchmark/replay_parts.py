@@ -5,9 +5,9 @@
 Both threads have the defaults of a run on two cores: 32 games, and iterations of 4 fresh and 4 replayed rollouts of 32 steps. `act` is one
 batch of inference with all games: without replay, with the logits stored (uniform), and with the features, too (elite). `gather` copies an
 iteration out of the rollouts, without what is replayed and with it; `learn` is the optimiser step. `choose` is all of
-`Learner.add_replayed` at the beginning of a run, with six candidates for each one that is replayed: `distances 24` copies these and runs
-the network, `gather 24` is the copying alone. Medians of rounds in which each is done once. Machine: takes a minute; nothing else may run
-beside it.
+`Learner.choose_replayed` at the beginning of a run, with six candidates for each one that is replayed: `distances 24` is what these cost,
+whose every fourth state the network sees again. Medians of rounds in which each is done once. Machine: takes a minute; nothing else may
+run beside it.
 """
 
 import json
@@ -46,7 +46,7 @@ def learner_of(options: Options, **flags):
     for field, value in ((r.logprobs, -1.4), (r.values, 0.0), (r.logits, 0.0), (r.features, 0.0)):
         field.fill_(value)
     r.rewards[:] = 0
-    learner.filled = appo.slots_kept(args)
+    r.learned_at[learner.kept] = 0
     return learner
 
 
@@ -67,7 +67,7 @@ def main() -> None:
         inference = learner.inference
         groups = range(len(inference.t))
         for group in groups:
-            inference.t[group], inference.slots[group] = 1, np.arange(group * inference.size, (group + 1) * inference.size)
+            inference.t[group], inference.filling[group] = 1, np.arange(group * inference.size, (group + 1) * inference.size)
         inference.act(groups)
 
     torch.set_num_threads(1)  # as each thread has by default on two cores
@@ -76,15 +76,13 @@ def main() -> None:
             with torch.inference_mode():
                 timed(name, act, learner)
         slots = np.random.permutation(appo.slots_needed(elite.args))[:fresh]
-        chosen = timed("choose", elite.add_replayed, slots)
-        candidates = np.random.permutation(np.array(elite.kept))[: round(replayed * elite.args.replay_candidates)]
-        parts = np.split(candidates, len(candidates) // replayed)
+        chosen = timed("choose", elite.choose_replayed, slots[-1])
+        candidates = np.random.permutation(elite.kept)[: round(replayed * elite.args.replay_candidates)]
+        parts = np.split(candidates, len(candidates) // (fresh + replayed))  # as large as a batch
         timed(f"distances {len(candidates)}", lambda: [elite.distances(part, slots[-1]) for part in parts])
-        timed(f"gather {len(candidates)}", lambda: [elite.gather(part) for part in parts])
-        for name, learner, all_slots in (("", none, slots), (" with what is replayed", elite, chosen)):
-            learner.version = 1
-            iteration, _ = timed(f"gather{name}", learner.gather, all_slots)
-            timed(f"learn{name}", learner.update, iteration)
+        for name, learner, both in (("", none, slots), (" with what is replayed", elite, np.concatenate([slots, chosen]))):
+            batch = timed(f"gather{name}", learner.gather, both, 0)
+            timed(f"learn{name}", learner.update, batch)
     result = dict(machine=machine_and_engines(), fresh=fresh, replayed=replayed, precision=elite.args.precision,
                   milliseconds={name: round(statistics.median(values[10:]), 2) for name, values in times.items()})  # fmt: skip
     options.out.write_text(json.dumps(result, indent=2) + "\n")

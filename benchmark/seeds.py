@@ -19,6 +19,8 @@ wants another --folder. A run that fails is reported with its last lines, and th
 parameters of `submitit.AutoExecutor`, in a folder that all machines see; keep this script running, it collects the curves. Before a job's
 time is up its run is saved; the same line again resumes it. Where there is no Slurm, submitit runs them here.
 
+A run does not know of those beside it: where a container's CPU quota is less than its cores, say their --num-workers.
+
 Steps are compared, not minutes. Still, nothing else should run beside it: other work changes the policy lag, and with it what is learned
 from a step. OUT has the mean lag of each run.
 
@@ -116,7 +118,7 @@ class Run:
             self.process = Job(executor.submit(execute, command, str(self.output)))
             return
         cores = sorted(os.sched_getaffinity(0))
-        environment = os.environ | gpus(share, options.parallel) | dict(LOCAL_WORLD_SIZE=str(options.parallel))
+        environment = os.environ | gpus(share, options.parallel)
         try:
             os.sched_setaffinity(0, part(cores, share, options.parallel))  # which the run inherits
             with open(self.output, "a") as output:

@@ -9,23 +9,23 @@ out=$(realpath -m "${1:-runs/self_play}")
 mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
 python "$here/arena.py" "$out/arena"
 appo() { python "$here/../appo_pbt_doom.py" --train-dir "$out" "$@"; }
+play() { python "$here/../evaluate.py" "$out/$1" "${@:2}"; }
 appo --experiment duel --env-id duel --scenario-dir "$out/arena" --num-policies 2 --num-workers 2 --num-envs-per-worker 8 \
      --total-timesteps 50000
 cp -r "$out/duel" "$out/early"
 appo --experiment duel --total-timesteps 750000
 jobs=()   # two evaluations at a time, each with one core
 for policy in 0 1; do
-    OMP_NUM_THREADS=1 appo --experiment duel --evaluate --opponents early --eval-policies $policy --eval-episodes 50 \
-        > "$out/early_$policy.txt" &
+    OMP_NUM_THREADS=1 play duel --opponents "$out/early" --policies $policy --episodes 50 > "$out/early_$policy.txt" &
     jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job"; done
 jobs=()
 for experiment in duel early; do
-    OMP_NUM_THREADS=1 appo --experiment $experiment --evaluate --env-id duel_bots --eval-episodes 50 > "$out/bots_$experiment.txt" &
+    OMP_NUM_THREADS=1 play $experiment --env-id duel_bots --episodes 50 > "$out/bots_$experiment.txt" &
     jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job"; done
 (cd "$out" && tail -n +1 early_0.txt early_1.txt bots_duel.txt bots_early.txt) | grep -v "^override" | tee "$here/results/self_play.txt"
-appo --experiment duel --evaluate --opponents early --eval-policies 0 --eval-episodes 1 --save-video
+play duel --opponents "$out/early" --policies 0 --episodes 1 --save-video
 python "$here/animation.py" "$here/results/self_play.gif" "$out/duel/video.mp4" --height 120 --megabytes 1.5

@@ -174,13 +174,19 @@ def make_batch(appo, agent, T=6, B=4, mask=None, seed=1):
     )  # fmt: skip
 
 
-def learner_of(appo, args, agent):
-    """A learner alone, for batches that the test makes."""
-    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, counts=Counter())
-    if hasattr(appo.Learner, "keep"):  # it asks how many slots there are
-        args.num_workers, args.worker_num_splits, args.batch_size = 1, 1, 256
-        inference.rollouts = SimpleNamespace(learned_at=np.zeros(2000), times_replayed=np.zeros(2000))
-    return appo.Learner(args, agent, inference, torch.device("cpu"))
+def learner_of(appo, args, agent, slots=12, T=6):
+    """A learner alone, and rollouts in its memory: those of `make_batch`, all by the newest version."""
+    rollouts, batch = appo.Rollouts(agent.spaces, T, slots, agent.state_size, torch.device("cpu")), make_batch(appo, agent, T, slots)
+    for name, x in batch._asdict().items():
+        for field, value in [(rollouts.obs[key], x[key]) for key in x] if name == "obs" else [(getattr(rollouts, name, None), x)]:
+            if field is not None:
+                field[:] = value if torch.is_tensor(field) else value.numpy()
+    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, counts=Counter(), rollouts=rollouts)
+    args.num_workers, args.worker_num_splits, args.batch_size = 1, 1, 256
+    learner = appo.Learner(args, agent, inference, torch.device("cpu"))
+    if hasattr(learner, "kept"):  # no old rollouts
+        learner.kept = np.arange(0)
+    return learner
 
 
 @DISCRETE
@@ -285,49 +291,66 @@ def test_a_reset_forgets_a_state_that_is_not_finite(appo, rnn):
 
 
 def test_an_epoch_deals_out_every_rollout_once(appo):
-    args, agent = make_agent(appo, num_batches_per_epoch=3, num_epochs=4)
-    learner, whole = learner_of(appo, args, agent), make_batch(appo, agent, B=12)
-    number = {tuple(whole.rewards[:, i].tolist()): i for i in range(12)}
-    orders = []
-    for i, batch in enumerate(learner.batches(whole)):
-        columns = [number[tuple(reward)] for reward in batch.rewards.T.tolist()]
-        orders += [columns] if i % 3 == 0 else []
-        orders[-1] += columns if i % 3 else []
-        for name, x in whole._asdict().items():
-            for key, part in x.items() if name == "obs" else [(None, x)] if torch.is_tensor(x) else []:
-                got = batch.obs[key] if name == "obs" else getattr(batch, name)
-                assert torch.equal(got, part[columns] if name == "rnn_state" else part[:, columns]), name
+    """Four epochs of three batches, each from slots of its own, whose content it has. A single batch is dealt, too."""
+    for parts in (3, 1):
+        args, agent = make_agent(appo, num_batches_per_epoch=parts, num_epochs=4)
+        learner, batches, gather, slots = learner_of(appo, args, agent), [], appo.Learner.gather, np.random.default_rng(0).permutation(12)
+        learner.gather = lambda slots, version: (slots, gather(learner, slots, version))
+        learner.update = lambda batch, *last_epoch: batches.append(batch) or {}
+        learner.version, r = 1, learner.inference.rollouts
+        learner.iterate(slots)
+        orders = [np.concatenate([slots for slots, _ in batches[i : i + parts]]).tolist() for i in range(0, 4 * parts, parts)]
+        assert len(batches) == 4 * parts and {len(slots) for slots, _ in batches} == {12 // parts}
+        assert [sorted(order) for order in orders] == [list(range(12))] * 4 and len(set(map(tuple, orders))) == 4
+        assert learner.version == 1 + 4 * parts
+    for columns, batch in batches:
+        for name, x in batch._asdict().items():
+            for key, part in x.items() if name == "obs" else [(None, x)] if hasattr(r, name) else []:
+                field = torch.as_tensor(r.obs[key] if name == "obs" else getattr(r, name))
+                assert torch.equal(part, field[columns] if name == "rnn_state" else field[:, columns]), name
+        assert torch.equal(batch.mask, ~batch.first[1:])
         assert batch.restarts == [0] + [t for t in range(1, 7) if batch.first[t].any()]
-    assert [sorted(order) for order in orders] == [list(range(12))] * 4 and len(set(map(tuple, orders))) == 4
-    args.num_batches_per_epoch = 1
-    assert [batch is whole for batch in learner.batches(whole)] == [True] * 4, "a single one is what it always was"
 
 
 def test_a_step_without_usable_samples_is_none(appo):
-    """Of six steps one has a usable sample: the weights are those of that step alone."""
+    """Of six steps one has usable samples, in a slot: the weights are those of that step alone."""
     results = []
     for parts in (6, 1):
         args, agent = make_agent(appo, num_batches_per_epoch=parts, max_grad_norm=0.0)
-        learner, whole = learner_of(appo, args, agent), make_batch(appo, agent, B=6)
-        mask = torch.zeros_like(whole.mask)
-        mask[:, 2] = whole.mask[:, 2]
+        learner = learner_of(appo, args, agent, slots=6)
+        learner.version = 1000
+        learner.inference.rollouts.versions[:] = 1000 - 999 * (np.arange(6) != 2)
         learner.optimizer = torch.optim.SGD(agent.parameters(), 0.05)
-        metrics = learner.update(whole._replace(mask=mask))
-        assert all(np.isfinite(value) for value in metrics.values())
-        assert (learner.version, learner.skipped) == (parts - 1, parts - 1)
-        results.append(agent.state_dict())
+        metrics = learner.iterate(np.arange(6))
+        assert all(np.isfinite(value) for value in metrics.values()) and "losses/grad_norm" in metrics
+        assert (learner.version, learner.skipped) == (1000 + parts, parts - 1)
+        results.append(dict(agent.named_parameters()))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_the_learning_rate_falls_to_0(appo):
-    args, agent = make_agent(appo, learning_rate=0.5, anneal_lr=True, total_timesteps=1000)
-    learner, rates = learner_of(appo, args, agent), []
-    learner.gather = lambda slots: (make_batch(appo, agent), np.zeros(250))
+    args, agent = make_agent(appo, learning_rate=0.5, anneal_lr=True, total_timesteps=100)
+    learner, rates = learner_of(appo, args, agent, slots=5, T=5), []
+    learner.inference.rollouts.first[:] = False
     for _ in range(5):
-        rates.append((learner.global_step, learner.iterate(np.arange(1)).get("charts/learning_rate", 0.5)))
-    assert rates == [(0, 0.5), (250, 0.375), (500, 0.25), (750, 0.125), (1000, 0.0)]
+        learner.inference.rollouts.versions[:] = learner.version
+        rates.append((learner.global_step, learner.iterate(np.arange(5)).get("charts/learning_rate", 0.5)))
+    assert rates == [(0, 0.5), (25, 0.375), (50, 0.25), (75, 0.125), (100, 0.0)]
     args.anneal_lr = False
     assert learner.learning_rate() == 0.5
+
+
+def test_estimates_of_the_kl_divergence(appo):
+    """The plain one and the better one, by CleanRL's names."""
+    args, agent = make_agent(appo)
+    batch = make_batch(appo, agent)
+    *_, metrics = appo.appo_loss(args, agent, batch)
+    with torch.no_grad():
+        logits, *_ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
+    heads = [agent.heads] if hasattr(agent, "heads") else []
+    log_ratio = (appo.evaluate_actions(logits[:-1], batch.actions, *heads)[0] - batch.logprobs)[batch.mask]
+    assert metrics["losses/old_approx_kl"].item() == pytest.approx(-log_ratio.mean().item(), rel=1e-4)
+    assert metrics["losses/approx_kl"].item() == pytest.approx((log_ratio.exp() - 1 - log_ratio).mean().item(), rel=1e-4)
 
 
 def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
@@ -348,22 +371,54 @@ def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
     np.testing.assert_allclose(norm(torch.from_numpy(chunks[2])), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("numbers", [[float("nan")], [float("inf")], [1e30], [1e19, -1e19]])
+def test_an_observation_that_is_not_finite_changes_no_statistics(appo, numbers):
+    """Nor one whose square is not; nor squares, of several, whose sum is not. Infinities are clipped, so no loss would show them."""
+    norm = appo.Normalizer((2,)) if hasattr(appo, "MujocoEnvs") else appo.Normalizer((2,), 1.0)
+    x, valid = torch.randn(20, 2), torch.ones(20, dtype=torch.bool)
+    norm.update(x, valid)
+    before = copy.deepcopy(norm.state_dict())
+    x[4:, 1] = torch.tensor(numbers * 16)[:16]
+    with pytest.raises(FloatingPointError, match="an observation is not finite, or its square is not"):
+        norm.update(x, valid)
+    assert all(torch.equal(one, two) for one, two in zip(before.values(), norm.state_dict().values()))
+    valid[4:] = False
+    norm.update(x, valid)  # what is not valid does not matter
+    assert norm.count == 24 and norm(x[:4]).isfinite().all()
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
-def test_an_observation_that_is_not_finite_changes_nothing(appo, number):
-    """Neither weights nor statistics, of whatever input; infinities are clipped, so no loss would show them."""
+def test_an_observation_that_is_not_finite_ends_learning(appo, number):
+    """Weights and statistics are still good."""
     if hasattr(appo, "LabEnv"):
         pytest.skip("it has no floats in its observations")
     args, agent = make_agent(appo)
     learner = learner_of(appo, args, agent)
-    batches = [make_batch(appo, agent, seed=seed) for seed in range(2)]
-    batches[1].obs["vector"][3, 1, 2] = number
-    learner.gather = lambda slots: (batches[learner.version], np.zeros(int(batches[learner.version].mask.sum())))
-    learner.iterate(np.arange(1))
-    before = copy.deepcopy(agent.state_dict())
-    assert before["normalizers.vector.count"] > 0
-    with pytest.raises(FloatingPointError, match="observation"):
-        learner.iterate(np.arange(1))
-    assert all(torch.equal(one, two) for one, two in zip(before.values(), agent.state_dict().values())) and learner.version == 1
+    learner.iterate(np.arange(12))
+    r, before = learner.inference.rollouts, copy.deepcopy(agent.normalizers["vector"].state_dict())
+    assert before["count"] > 0
+    r.versions[:] = learner.version
+    r.obs["vector"][:, 1, 2] = number
+    r.first[:, 1] = False
+    with pytest.raises(FloatingPointError):
+        learner.iterate(np.arange(12))
+    assert all(torch.equal(one, two) for one, two in zip(before.values(), agent.normalizers["vector"].state_dict().values()))
+    assert all(x.isfinite().all() for x in agent.state_dict().values()) and learner.version == 1
+
+
+def test_statistics_are_of_valid_samples_and_of_every_phase(appo):
+    """Of a quarter of the steps, drawn at random: an environment with a period of four steps shows all of them."""
+    args, agent = make_agent(appo)
+    learner = learner_of(appo, args, agent, T=32, slots=6)
+    name, norm = next(iter(agent.normalizers.items()))
+    r, phase = learner.inference.rollouts, torch.arange(33) % 4
+    r.obs[name][:] = torch.where(phase == 3, 200, phase)[(..., *[None] * (r.obs[name].dim() - 1))]
+    r.first[:] = (phase == 0).numpy()[:, None]  # so the steps of phase 3 are ignored ones
+    for _ in range(40):
+        learner.update_statistics(np.arange(6), ~r.first[1:])
+    unit = 1.0 if hasattr(appo, "MujocoEnvs") else norm.unit
+    assert 0.6 * 40 * 8 * 6 < norm.count < 0.9 * 40 * 8 * 6
+    assert norm.mean.mean() * unit == pytest.approx(1, abs=0.15) and norm.var.mean() * unit**2 == pytest.approx(2 / 3, abs=0.15)
 
 
 def test_a_far_off_policy_sample_has_a_finite_gradient(appo):
@@ -374,6 +429,24 @@ def test_a_far_off_policy_sample_has_a_finite_gradient(appo):
     loss, *_ = appo.appo_loss(args, agent, batch)
     loss.backward()
     assert torch.isfinite(loss) and all(torch.isfinite(p.grad).all() for p in agent.parameters())
+
+
+def test_every_buffer_reaches_the_acting_copies(appo):
+    """One that is not saved, too. What acts is never half an update, nor the learner's own memory."""
+    _, agent = make_agent(appo)
+    agent.register_buffer("own", torch.zeros(3), persistent=False)
+    acting = appo.ActingPolicy(agent, torch.device("cpu"))
+    learned = [*agent.parameters(), *agent.buffers()]
+    for version in range(1, 4):
+        before = [x.clone() for x in acting.current.tensors]
+        with torch.no_grad():
+            for x in learned:
+                x.add_(1)
+        assert all(torch.equal(one, two) for one, two in zip(before, acting.current.tensors))
+        acting.publish(version)
+        with acting.use(acting.current) as policy:
+            assert policy.version == version and policy.agent.own.tolist() == [version] * 3
+            assert all(torch.equal(one, two) for one, two in zip([*policy.agent.parameters(), *policy.agent.buffers()], learned, strict=True))
 
 
 def test_every_thread_has_its_own_number_of_cpu_threads(appo):

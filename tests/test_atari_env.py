@@ -27,7 +27,7 @@ def test_lives_and_games(game, episodic_life, n, steps):
     """The mailbox against a second pool with the same seed and actions, read by hand."""
     args = Args(env_id=game, episodic_life=episodic_life, num_envs_per_worker=n, num_workers=0, device="cpu", reward_clip=3.0)
     args = appo.resolve(args)
-    m, rng = appo.Mailbox(appo.spaces_of(args), n).numpy(), np.random.default_rng(0)
+    m, rng = appo.Mailbox(appo.spaces_of(args), n).arrays(), np.random.default_rng(0)
     worker = appo.WorkerEnvs(args, 0, m, SEED)
     pool = envpool.make(game, env_type="gymnasium", num_envs=n, seed=SEED, episodic_life=episodic_life, use_fire_reset=True)
     obs, info = pool.reset()
@@ -66,7 +66,7 @@ def test_lives_and_games(game, episodic_life, n, steps):
 def test_the_time_limit_of_a_game():
     """It ends the game without `terminated`, though lives were lost before, and the next game counts from nothing."""
     args = appo.resolve(Args(num_envs_per_worker=N, num_workers=0, device="cpu"))
-    m = appo.Mailbox(appo.spaces_of(args), N).numpy()
+    m = appo.Mailbox(appo.spaces_of(args), N).arrays()
     games = appo.WorkerEnvs(args, 0, m, SEED)
     (envs,) = games.splits
     assert envs.options["max_episode_steps"] == 27_000 and appo.AtariEnvs(Args(frameskip=5), 1).options["max_episode_steps"] == 21_600
@@ -89,12 +89,12 @@ def test_the_ignored_step_is_in_no_loss():
     agent = appo.Agent(spaces, args)
     inference = appo.Inference(args, spaces, agent, device)
     learner = appo.Learner(args, agent, inference, device)
-    for _ in played(appo.WorkerEnvs(args, 0, inference.numpy, SEED)):
+    for _ in played(appo.WorkerEnvs(args, 0, inference.arrays, SEED)):
         inference.serve([0])
         if not inference.full.empty():
             break
     slots, _ = inference.full.get()
-    batch, _ = learner.gather(slots)
+    batch = learner.gather(slots, 0)
     first = batch.first[1:]
     assert first.sum() > 3 and torch.equal(batch.mask, ~first)
     assert (batch.rewards[first] == 0).all() and not batch.terminated[first].any()

@@ -9,18 +9,19 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 import zipfile
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from edited import REPORTS, edited
+from edited import REPORTS, ROOT, edited
 
 STAND_IN = Path(__file__).parent / "stand_in"
 
@@ -38,6 +39,7 @@ MODULES = [load_stand_in(), *([importlib.import_module("deepmind_lab")] if real 
 sys.modules.setdefault("deepmind_lab", MODULES[0])
 
 import appo_dmlab as appo  # noqa: E402
+import evaluate  # noqa: E402
 
 WATERMAZE, EXPLORE = "contributed/dmlab30/rooms_watermaze", "contributed/dmlab30/explore_object_locations_small"
 SIZE = dict(width="96", height="72")
@@ -279,7 +281,7 @@ def test_observations_and_statistics_agree_on_the_task_of_a_row(make_env, tmp_pa
                                   one_task_per_worker=one_task_per_worker))  # fmt: skip
     spaces = appo.spaces_of(args)
     inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
-    workers = [appo.WorkerEnvs(args, worker, inference.numpy, worker) for worker in range(2)]
+    workers = [appo.WorkerEnvs(args, worker, inference.arrays, worker) for worker in range(2)]
     for step in range(65):
         for envs in workers:
             for split in range(3):
@@ -287,7 +289,7 @@ def test_observations_and_statistics_agree_on_the_task_of_a_row(make_env, tmp_pa
         inference.serve(list(range(6)))
     for envs in workers:
         envs.close()
-    assert inference.numpy.obs["task"].tolist() == tasks
+    assert inference.arrays.obs["task"].tolist() == tasks
     assert [[length for *_, length in episodes] for episodes in inference.episodes] == [[60] * 3, [40] * 3]
 
 
@@ -411,21 +413,9 @@ def test_a_run_compiles_each_map_once(make_env, tmp_path):
     assert other.reset()[1]["maps"][0] > 0
 
 
-def test_a_second_reset_before_any_step_costs_nothing(make_env):
-    """WorkerEnvs.reset starts environments one by one and then resets them all, both times with the same seeds."""
-    env = make_env(env_id="explore_object_locations_small")
-    one, info = env.reset(seed=1)
-    two, again = env.reset(seed=1)
-    assert info["maps"][0] > 0 and again == {} and np.array_equal(one["obs"], two["obs"])
-    assert len(env.cache.played.read_text().split()) == 1
-    env.step(0)
-    env.reset(seed=1)
-    assert len(env.cache.played.read_text().split()) == 2
-
-
 def test_an_evaluation_can_be_repeated(make_env):
     """Other maps than in training, the same each time; it uses up no seed and lists none."""
-    one, two = (make_env(env_id="explore_object_locations_small", evaluate=True) for _ in range(2))
+    one, two = (make_env(env_id="explore_object_locations_small", test_levels=True) for _ in range(2))
     seconds = [env.reset(seed=1)[1]["maps"][0] for env in (one, two)]
     assert seconds[0] > 0 == seconds[1] and not one.cache.played.exists() and not one.cache.seeds.exists()
     training = make_env(env_id="explore_object_locations_small")
@@ -439,20 +429,22 @@ def test_what_maps_cost_is_told_to_the_main_process(make_env, tmp_path, monkeypa
                                   encoder="convnet", hidden_size=32, precision="float32"))  # fmt: skip
     spaces = appo.spaces_of(args)
     inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
-    inference.numpy.maps[:] = 7.0
-    envs = appo.WorkerEnvs(args, 0, inference.numpy, 0)
+    inference.arrays.maps[:] = 7.0
+    envs = appo.WorkerEnvs(args, 0, inference.arrays, 0)
     envs.reset(0)
     inference.serve([0])
-    costs = [inference.maps.copy()]
+    names = "compiling", "saved", "unsaved"
+    costs = [[inference.counts[name] for name in names]]
     for reserve in (appo.DISK_RESERVE, 2**60):
         monkeypatch.setattr(appo, "DISK_RESERVE", reserve)
         for _ in range(61):  # an episode and the step that resets
             envs.step(0)
             inference.serve([0])
-        costs.append(inference.maps.copy())
+        costs.append([inference.counts[name] for name in names])
     envs.close()
-    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) == 4, "each start compiled a map, too"
-    assert [cost[1:].tolist() for cost in costs] == [[0, 0], [2, 0], [2, 2]]
+    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) == 4, "each start compiled a map, too, but only one"
+    assert len(next((tmp_path / "e" / "played").iterdir()).read_text().split()) == 6, "no seed for nothing"
+    assert [cost[1:] for cost in costs] == [[0, 0], [2, 0], [2, 2]]
     assert 0 == costs[0][0] < costs[1][0] < costs[2][0]
 
 
@@ -478,14 +470,14 @@ def test_evaluation_plays_the_chosen_tasks_and_keeps_its_state(make_env, tmp_pat
     monkeypatch.setattr(appo.LabEnv, "step", spy)
     monkeypatch.setattr(appo.Agent, "forward", lambda self, *inputs: states.append(inputs[2]) or forward(self, *inputs))
     chosen = ["seekavoid_arena_01", "rooms_watermaze"]
-    now = dict(env_id=",".join(chosen), eval_episodes=3, evaluate=True)
-    means = appo.evaluate(appo.Args(**asdict(args) | now), folder)
+    now = replace(args, env_id=",".join(chosen))
+    means = evaluate.evaluate_tasks(appo, now, evaluate.Options(folder, episodes=3))
     assert len(states) == 40 + 60 and [i for i, state in enumerate(states) if not state.any()] == [0, 40]
     assert min(means) > 0 and means == pytest.approx([raw[task] / 3 for task in chosen])
 
 
 def test_evaluation_plays_held_out_levels(make_env):
-    env = make_env(env_id="rooms_collect_good_objects_train", evaluate=True)
+    env = make_env(env_id="rooms_collect_good_objects_train", test_levels=True)
     env.reset(seed=0)
     assert env.lab.level.endswith("rooms_collect_good_objects_test")
 
@@ -527,7 +519,7 @@ def test_input_statistics_do_not_touch_word_numbers(tmp_path):
     obs["words"][:] = 900
     first = {name: part[0] for name, part in obs.items()}
     before = network.encode(first)[:, -64:]
-    network.update_normalizers(obs, torch.ones(4, 2, dtype=torch.bool))
+    network.update_normalizers({name: x.flatten(0, 1) for name, x in obs.items()}, torch.ones(8, dtype=torch.bool))
     assert network.normalizers["obs"].count > 0 and torch.equal(network.encode(first)[:, -64:], before)
     assert network.normalizers.keys() == {"obs"}
 
@@ -610,10 +602,15 @@ def test_popart_gets_the_targets_of_usable_samples(tmp_path, batches, epochs):
     with torch.no_grad():
         logits, values, state = network(obs, first, torch.zeros(B, 0))
         logprobs, _, _ = appo.evaluate_actions(logits[:-1], actions, network.heads)
-    terminated = torch.zeros(T, B, dtype=torch.bool)
-    batch = appo.Batch(obs, first, state, actions, logprobs, values[:-1], rewards, terminated, mask, [0])
-    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None))
-    appo.Learner(args, network, inference, torch.device("cpu")).update(batch)
+    rollouts = appo.Rollouts(appo.spaces_of(args), T, B, 0, torch.device("cpu"))
+    rollouts.obs, rollouts.actions, rollouts.logprobs, rollouts.values = obs, actions, logprobs, values[:-1]
+    rollouts.rewards, rollouts.versions = rewards.numpy(), np.where(mask, 200, 0)  # the others are too old
+    published = []
+    inference = SimpleNamespace(rollouts=rollouts, acting=SimpleNamespace(publish=published.append), release=len)
+    learner = appo.Learner(args, network, inference, torch.device("cpu"))
+    learner.version = 200
+    learner.iterate(np.arange(B))
+    assert len(published) == batches * epochs
     for k, columns in enumerate((slice(0, 3), slice(3, 6))):
         seen, count = rewards[:, columns][mask[:, columns]], network.critic.count[k].item()
         assert count == network.critic.START + len(seen)
@@ -679,8 +676,8 @@ def test_the_best_is_kept_once_scores_are_settled(tmp_path, monkeypatch):
     monkeypatch.setattr(appo, "save_checkpoint", lambda path, learner: saved.append((path.name, learner.best_return)))
     closed = SimpleNamespace(close=lambda: None)
     reporter = SimpleNamespace(bar=closed, writer=closed, update=lambda metrics: scores.pop(0))
-    learner = SimpleNamespace(best_return=-float("inf"), global_step=0, version=0, collect=lambda: "slots",
-                              iterate=lambda slots: {} if scores else None)  # fmt: skip
+    learner = SimpleNamespace(best_return=-float("inf"), global_step=0, version=0, iterate=lambda slots: {},
+                              collect=lambda: "slots" if scores else None)  # fmt: skip
     appo.learn(make_args(tmp_path), tmp_path, learner, reporter)
     assert [best for name, best in saved if name == "best.pth"] == [1.0, 5.0]
 
@@ -709,6 +706,14 @@ def run(run, tmp_path_factory):
     return functools.partial(run, script=edited(folder, "edited_dmlab", REPORTS, source=source))
 
 
+def play_run(folder: Path, *flags: str, code: int = 0) -> str:
+    """What evaluate.py prints."""
+    command = [sys.executable, str(ROOT / "evaluate.py"), str(folder), *flags]
+    done = subprocess.run(command, env=os.environ | with_stand_in()["env"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
     r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500",
             **with_stand_in(STAND_IN_COMPILE="1"))  # fmt: skip
@@ -730,9 +735,8 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
     assert len(after) == len(set(after)) > len(before), "no seed twice, resume included"
     newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
     assert len(torch.load(newest, weights_only=True)["episodes"][0]) > episodes > 0, "means go on where they were"
-    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--save-video", **with_stand_in())
-    assert r.wait(90) == 0, r.text()
-    assert "3 episodes a task" in r.text() and "% of people" in r.text()
+    text = play_run(tmp_path / "e", "--episodes", "3", "--save-video")
+    assert "3 episodes a task" in text and "% of people" in text
     assert (tmp_path / "e" / "video.mp4").stat().st_size > 1000
     assert_gone(tmp_path / "e" / "engines")
 
@@ -799,14 +803,12 @@ def test_every_task_is_reported(run, tmp_path):
     assert {"charts/human_normalized", "charts/human_normalized_capped", "stats/compiling"} < set(found)
     printed = tmp_path / "e" / "engines" / "output.txt"
     printed.unlink()
-    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "1", **with_stand_in())
-    assert r.wait(120) == 0, r.text()
-    rows = [line.split()[0] for line in r.text().splitlines() if line.endswith("% of people")]
+    text = play_run(tmp_path / "e", "--episodes", "1")
+    rows = [line.split()[0] for line in text.splitlines() if line.endswith("% of people")]
     assert rows == [task.test or name for name, task in appo.TASKS.items()]
     assert {line.rpartition("/")[2] for line in printed.read_text().splitlines()} == set(rows), "each on its own level"
-    assert r.text().splitlines()[-1].startswith("mean over tasks: ")
-    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "1", "--env-id", "rooms_watermaze", **with_stand_in())
-    assert r.wait(120) == 0
-    assert r.text().splitlines()[-1].startswith("rooms_watermaze "), "one of those it was trained on"
-    with pytest.raises(appo.UserError, match="was trained on dmlab_30, not on seekavoid_arena_01"):
-        appo.evaluate(appo.Args(**appo.saved_args(tmp_path / "e") | dict(env_id="seekavoid_arena_01")), tmp_path / "e")
+    assert text.splitlines()[-1].startswith("mean over tasks: ")
+    text = play_run(tmp_path / "e", "--episodes", "1", "--env-id", "rooms_watermaze")
+    assert text.splitlines()[-1].startswith("rooms_watermaze "), "one of those it was trained on"
+    text = play_run(tmp_path / "e", "--env-id", "seekavoid_arena_01", code=2)
+    assert "was trained on dmlab_30, not on seekavoid_arena_01" in text

@@ -188,7 +188,7 @@ class Noise(gym.Env):
         self.np_random.random(action.sum())
         reward, terminated, truncated = self.np_random.normal(), *(self.np_random.random(2) < 0.1)
         info = {"raw_reward": 10 * reward, "game_over": bool(terminated and self.np_random.random() < 0.5)}
-        return self.observation(), reward, terminated, truncated, info
+        return self.observation(), reward, terminated, truncated, info | {"kills": int(action[0])}
 
     def render(self):
         return self.observation()
@@ -209,7 +209,9 @@ class DictNoise(Noise):
 
 @pytest.mark.parametrize("Env", [Noise, DictNoise])
 def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
-    """`WorkerEnvs` and the mailbox against environments stepped by hand, which are reset on the step after an episode's end."""
+    """`WorkerEnvs` and the mailbox against environments stepped by hand, which are reset on the step after an episode's end. With
+    a metric of one's own, which not every environment has."""
+    monkeypatch.setattr(appo_doom, "EPISODE", (*appo_doom.EPISODE, "kills"))
     made = []
 
     def make(args, num_envs):
@@ -220,13 +222,13 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
     args = Args(num_workers=2, num_envs_per_worker=6, worker_num_splits=2, reward_scale=2.0, reward_clip=3.0)
     spaces = appo_doom.spaces_of(args)
     mailbox = appo_doom.Mailbox(spaces, 12)
-    m, rng = mailbox.numpy(), np.random.default_rng(0)
+    m, rng = mailbox.arrays(), np.random.default_rng(0)
     games, envs = appo_doom.WorkerEnvs(args, 1, m, 5), [Env() for _ in range(6)]
     for split in range(2):
         games.reset(split)
     assert m.first.tolist() == [False] * 6 + [True] * 6 and not m.episode.any()
     seen = [env.reset(seed=5 + i)[0] for i, env in enumerate(envs)]
-    ended, totals, finished = [False] * 6, np.zeros((6, 3)), 0
+    ended, totals, finished = [False] * 6, np.zeros((6, 4)), 0
 
     def check(i, observation):
         for name, part in (observation if isinstance(observation, dict) else dict(obs=observation)).items():
@@ -243,14 +245,14 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
             assert m.first[row] == ended[i]
             if ended[i]:
                 check(i, env.reset()[0])
-                assert (m.reward[row], m.terminated[row], m.episode[row].tolist()) == (0, False, [0, 0, 0])
+                assert (m.reward[row], m.terminated[row], m.episode[row].tolist()) == (0, False, [0, 0, 0, 0])
                 ended[i] = False
                 continue
             observation, reward, terminated, truncated, info = env.step(m.action[row])
             check(i, observation)
             trained = np.clip(2 * reward, -3, 3)
             assert m.reward[row] == pytest.approx(trained) and m.terminated[row] == terminated
-            totals[i] += info.get("raw_reward", reward), trained, 1
+            totals[i] += info.get("raw_reward", reward), trained, 1, info.get("kills", 0)
             ended[i] = terminated or truncated
             over = info.get("game_over", ended[i])
             np.testing.assert_allclose(m.episode[row], totals[i] * over, rtol=1e-4, atol=1e-4)
@@ -259,6 +261,28 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
     assert finished > 50 and not m.obs["obs"][:6].any() and not m.first[:6].any(), "the other worker's rows are not touched"
     games.close()
     assert all(env.closed for envs in made[1:] for env in envs.envs)
+
+
+@pytest.mark.parametrize("scores", [(1, 0.75), (True, 0.75), (1, 2)])
+def test_a_raw_reward_that_gymnasium_would_round_is_refused(scores, monkeypatch):
+    """It gives those of all environments the type of the first one's."""
+    left = list(scores)
+
+    class Env(Noise):
+        def __init__(self):
+            self.score = left.pop(0) if left else 0.0
+
+        def step(self, action):
+            return *super().step(action)[:4], {"raw_reward": self.score}
+
+    make = lambda args, num_envs: gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)  # noqa: E731
+    monkeypatch.setattr(appo_doom, "make_envs", make)
+    args = Args(num_workers=1, num_envs_per_worker=2, worker_num_splits=1)
+    mailbox = appo_doom.Mailbox(appo_doom.Spaces(dict(obs=Env.observation_space), (3, 2)), 2)
+    games = appo_doom.WorkerEnvs(args, 0, mailbox.arrays(), 5)
+    games.reset(0)
+    with pytest.raises(TypeError, match="raw_reward must be a float, not (int64|bool)"):
+        games.step(0)
 
 
 def test_unknown_environment_names_the_nearest():
@@ -310,6 +334,8 @@ VECTOR = gym.spaces.Box(-1, 1, (4,), np.float32)
     (gym.spaces.Dict(image=IMAGE, vector=VECTOR), "this network sees"),
     (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (5, 5), np.float32)), "this network sees"),
     (gym.spaces.Dict(obs=IMAGE, second=IMAGE), "this network sees"),
+    (gym.spaces.Box(0, 255, (72, 35, 3), np.uint8), "of at least 36 x 36"),
+    (gym.spaces.Box(0, 255, (3, 72, 128), np.uint8), r"\[height, width, channels\]"),
 ])  # fmt: skip
 def test_unsupported_spaces_are_refused_by_name(space, refused_by, monkeypatch):
     """By the pipeline, which needs arrays, or by the network. What they take goes through both, whatever it is called."""
@@ -320,7 +346,7 @@ def test_unsupported_spaces_are_refused_by_name(space, refused_by, monkeypatch):
     def made(mode=gym.vector.AutoresetMode.NEXT_STEP):
         monkeypatch.setattr(appo_doom, "make_envs", lambda args, num_envs: gym.vector.SyncVectorEnv([Env] * num_envs, autoreset_mode=mode))
         spaces = spaces_of(Args())
-        obs = appo_doom.tensors(spaces, 2, 3)
+        obs = appo_doom.room_for(spaces, 2, 3)
         assert appo_doom.Agent(spaces, Args(hidden_size=16, rnn_type="none"))(obs, torch.zeros(2, 3, dtype=bool), torch.zeros(3, 0))
         return spaces
 
@@ -333,10 +359,22 @@ def test_unsupported_spaces_are_refused_by_name(space, refused_by, monkeypatch):
         made(gym.vector.AutoresetMode.SAME_STEP)
     Env.action_space = gym.spaces.MultiDiscrete([5])
     assert made().heads == (5,)
-    for action in (gym.spaces.Discrete(2, start=1), gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3], start=[0, 1])):
+    for action in (gym.spaces.Discrete(2, start=1), gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3], start=[0, 1]),
+                   gym.spaces.MultiDiscrete([[2, 3], [4, 5]])):  # fmt: skip
         Env.action_space = action
         with pytest.raises(UserError, match="unsupported spaces"):
             made()
+
+
+class Still(gym.Env):
+    observation_space, action_space = IMAGE, gym.spaces.Discrete(2)
+
+
+def test_environments_in_processes_of_their_own_are_refused(monkeypatch):
+    mode = gym.vector.AutoresetMode.NEXT_STEP
+    monkeypatch.setattr(appo_doom, "make_envs", lambda args, num_envs: gym.vector.AsyncVectorEnv([Still] * num_envs, autoreset_mode=mode))
+    with pytest.raises(UserError, match="make_envs must not return an AsyncVectorEnv: actors cannot start processes"):
+        spaces_of(Args())
 
 
 def test_what_an_engine_finds_when_it_starts(tmp_path, monkeypatch):

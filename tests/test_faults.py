@@ -120,19 +120,17 @@ def test_exception_in_step_ends_the_run_with_the_reason_last(start):
     r = start(line="if self.tics > 100: raise ValueError('no such monster')")
     assert r.wait(60) == 2
     assert re.search(r"error: actor [01] died \(exit code 1\), for the third time in a row$", r.text().strip())
-    assert "ValueError: no such monster" in r.text()
+    assert re.search(r"^actor [01]:\nTraceback \(most recent call last\):\n(  .*\n)+ValueError: no such monster$", r.text(), re.M), "in one piece"
+    assert r.text().count("no such monster\n") == r.text().count("Traceback") == 1, "of all actors and their lives once"
     assert len(checkpoints(r)) >= 1
 
 
-@pytest.mark.parametrize("line, what, reason", [
-    ("            self.game.init()\n", "raise ValueError('no such monster')", "ValueError: no such monster"),
-    ("        self.tics += self.frameskip\n", "sys.exit()", "RuntimeError: the actor has ended"),
-])  # fmt: skip
-def test_exception_without_workers_ends_the_run_with_the_reason_last(run, line, what, reason):
-    """While the environments start, and in a step."""
-    indent = line[: len(line) - len(line.lstrip())]
-    r = run(*IN_PROCESS, edits=[(line, f"{indent}{what}\n{line}")])
-    assert r.wait(60) == 1 and r.text().strip().splitlines()[-1] == reason, r.text()
+def test_exception_without_workers_ends_the_run_with_the_reason_last(run):
+    line = "                self.game.init()\n"
+    r = run(*IN_PROCESS, edits=[(line, f"                raise ValueError('no such monster')\n{line}")])
+    assert r.wait(60) == 2
+    assert re.search(r"^actor 0:\nTraceback .*\n(  .*\n)+ValueError: no such monster\nerror: the actor has ended; what it died of is above\n\Z",
+                     r.text(), re.M), r.text()  # fmt: skip
 
 
 # Python's own sleep lets other threads run; a library that holds the interpreter's lock lets nobody look
@@ -149,13 +147,13 @@ def test_hang_in_step_is_reported_with_its_stack(start, kind):
 
 
 @pytest.mark.parametrize("place, line, condition", [
-    ("reset", "            unlink_shared_memory()\n", ""),
+    ("reset", "                unlink_shared_memory()\n", ""),
     ("__init__", "        self.game, self.frameskip = vizdoom.DoomGame(), frameskip\n", "mp.parent_process() and "),
 ])  # fmt: skip
 def test_hang_while_environments_start_is_reported_with_its_stack(run, place, line, condition):
     indent = line[: -len(line.lstrip())]
     hang = f"{indent}if {condition}not os.path.exists('hung'):\n{indent}    open('hung', 'w')\n{indent}    time.sleep(1000)\n"
-    r = run(*SMALL, "--actor-timeout", "6", edits=[(line, f"{line}{hang}")])
+    r = run(*SMALL, "--num-envs-per-worker", "1", "--actor-timeout", "6", edits=[(line, f"{line}{hang}")])
     r.wait_for(lambda: "hung for 6 s (its stack is above); starting another" in r.text(), 60, "its successor")
     assert re.search(rf'File ".*edited_.*.py", line \d+ in {place}', r.text()), "where it hung"
     goes_on(r, 0)
@@ -277,17 +275,11 @@ def test_actor_killed_while_its_environments_start(run):
 
 
 def test_main_killed_while_environments_start(run):
-    """Seen between two starts, which here take a second each: long before the last."""
-    line = "            self.game.init()\n"
-    r = run(*SMALL, "--num-envs-per-worker", "30", edits=[(line, f"            time.sleep(1)\n{line}")])
+    """Seen when those of a split have started: here eight, a second each."""
+    line = "                self.game.init()\n"
+    r = run(*SMALL, "--num-envs-per-worker", "8", edits=[(line, f"                time.sleep(1)\n{line}")])
     r.wait_for(lambda: len(r.engines()) >= 3, what="the first engines")
-    actors = r.actors()
-    r.process.kill()
-    r.process.wait()
-    deadline = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in actors):
-        assert time.monotonic() < deadline, "actors go on without the main process"
-        time.sleep(0.1)
+    r.process.kill()  # the fixture looks for what is left
 
 
 def test_first_start_on_a_fresh_machine(run):
@@ -308,8 +300,8 @@ def test_main_killed_with_the_games_in_it(run):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_to_all_with_the_games_in_the_main_process(run, number):
     """It saves, as with actors. The train_dir is where the user is, which the games do not change, nor litter."""
-    line = "            loss.backward()\n"
-    r = playing(run(*IN_PROCESS, "--train-dir", "there", edits=[(line, f"{line}            time.sleep(0.5)\n")]), 2)
+    line = "        loss.backward()\n"
+    r = playing(run(*IN_PROCESS, "--train-dir", "there", edits=[(line, f"{line}        time.sleep(0.5)\n")]), 2)
     folder = r.folder / "there" / "e"
     r.wait_for(lambda: "bottleneck: learner" in r.text(), 60, "what is slow")
     os.killpg(r.process.pid, number)
@@ -319,15 +311,6 @@ def test_signal_to_all_with_the_games_in_the_main_process(run, number):
     assert torch.load(path, weights_only=True)["global_step"] > 0
     assert len(list(folder.glob("events*"))) == 1
     assert {path.name for path in r.folder.iterdir()} == {"there", r.output.name}
-
-
-def test_evaluation_killed(run):
-    r = run(*IN_PROCESS, "--total-timesteps", "50")
-    assert r.wait(60) == 0
-    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)):
-        r = playing(run("--experiment", "e", "--evaluate", "--eval-episodes", "4000"), 16)
-        os.kill(r.process.pid, number)
-        assert r.wait(10) == code and "Traceback" not in r.text() and "checkpoint" not in r.text()
 
 
 @pytest.mark.parametrize("start", ["appo_atari"], indirect=True)  # the base in test_engine_hangs_and_main_is_killed
@@ -382,15 +365,6 @@ def test_truncated_newest_checkpoint(run):
     assert r.wait(60) == 0
     assert f"warning: {newest} cannot be read" in r.text() and f"resuming {r.folder / 'e'} at step {step:,};" in r.text()
     assert "override: total_timesteps 300 -> 600" in r.text()
-
-
-def test_non_finite_loss_stops_before_the_weights_are_spoiled(run):
-    line = "        return observation, reward, terminated"
-    r = run(*SMALL, edits=[(line, f"        reward = float('nan') if self.tics > 200 else reward\n{line}")])
-    assert r.wait(60) == 1
-    assert r.text().strip().splitlines()[-1].startswith("FloatingPointError: the loss (nan)")
-    content = torch.load(checkpoints(r)[-1], weights_only=True)
-    assert all(torch.isfinite(tensor).all() for tensor in content["agent"].values()) and content["version"] > 0
 
 
 def test_dev_shm_too_small(tmp_path):

@@ -1,5 +1,6 @@
 """appo_mujoco.py: real tasks of EnvPool, Gaussian policies, the loss, values in units of their own."""
 
+import copy
 import importlib.util
 import itertools
 import math
@@ -17,6 +18,7 @@ from test_command_line import TAGS, scalars
 from torch.distributions import Independent, Normal, kl_divergence
 
 import appo_mujoco as appo
+import evaluate
 from appo_mujoco import Args, UserError
 
 SCRIPT, SEED = ROOT / "appo_mujoco.py", 11
@@ -32,17 +34,17 @@ def test_the_mailbox_is_what_the_task_says(task, falls, more):
     """Against a second pool with the same seed and actions, read by hand, beyond its time limit of 1,000 steps."""
     n = 3
     args = appo.resolve(Args(env_id=task, frameskip=more.get("frame_skip"), num_envs_per_worker=n, num_workers=0, num_batches_per_epoch=1,
-                             device="cpu", reward_scale=0.1, reward_clip=0.3, last_action_reward=True))  # fmt: skip
-    m, rng = appo.Mailbox(appo.spaces_of(args), n).numpy(), np.random.default_rng(0)
+                             device="cpu", reward_scale=0.1, reward_clip=0.3))  # fmt: skip
+    m, rng = appo.Mailbox(appo.spaces_of(args), n).arrays(), np.random.default_rng(0)
     worker = appo.WorkerEnvs(args, 0, m, SEED)
     pool = envpool.make(task, env_type="gymnasium", num_envs=n, num_threads=1, seed=SEED, **more)
     (obs, _), before = pool.reset(), np.zeros(n, bool)
     worker.reset(0)
     length, score, trained, ended, cut, outside = np.zeros(n), np.zeros(n), np.zeros(n), 0, 0, 0
-    assert m.first.all() and not m.obs["last_action_reward"].any()
+    assert m.first.all()
     for _ in range(1100):
         parts = obs if isinstance(obs, dict) else dict(obs=obs)
-        assert set(m.obs) == {*parts, "last_action_reward"}
+        assert set(m.obs) == set(parts)
         for name, part in parts.items():  # flat, though that of FingerSpin's `touch` and the like may be anything
             np.testing.assert_array_equal(m.obs[name], np.reshape(part, (n, -1)).astype(np.float32))
         m.action[:] = sampled = rng.normal(0, 1.5, m.action.shape).astype(np.float32)  # the box of Humanoid's is +-0.4, of the others +-1
@@ -55,8 +57,6 @@ def test_the_mailbox_is_what_the_task_says(task, falls, more):
         np.testing.assert_array_equal(m.terminated, terminated)
         clipped = np.clip(0.1 * reward, -0.3, 0.3)
         np.testing.assert_allclose(m.reward[~before], clipped[~before], rtol=1e-5)
-        seen = np.where(before[:, None], 0, np.column_stack([action, clipped]))
-        np.testing.assert_allclose(m.obs["last_action_reward"], seen, rtol=1e-5)
         length, score, trained = length + ~before, score + reward * ~before, trained + clipped * ~before
         over = terminated | truncated
         np.testing.assert_array_equal(m.episode[:, 2], np.where(over, length, 0))
@@ -80,20 +80,20 @@ def test_a_time_limit_bootstraps_from_the_true_last_observation():
     agent = appo.Agent(spaces, args)
     inference = appo.Inference(args, spaces, agent, device)
     learner = appo.Learner(args, agent, inference, device)
-    envs = appo.WorkerEnvs(args, 0, inference.numpy, SEED)
+    envs = appo.WorkerEnvs(args, 0, inference.arrays, SEED)
     envs.reset(0)
     while inference.full.empty():
         inference.serve([0])
         if envs.ended[0].all():  # the observation that has just been served is the last one of both episodes
-            last = inference.numpy.obs["obs"].copy()
+            last = inference.arrays.obs["obs"].copy()
         envs.step(0)
     slots, _ = inference.full.get()
-    batch, lags = learner.gather(slots)
+    batch = learner.gather(slots, learner.version)
     assert not batch.terminated.any() and batch.first.nonzero()[:, 0].tolist() == [0, 0, 1001, 1001]
     np.testing.assert_array_equal(batch.obs["obs"][1000], last)
     torch.testing.assert_close(appo.evaluate_actions(batch.gaussians, batch.actions)[0], batch.logprobs)
     assert (batch.actions.abs() > 1).any(), "they are kept as they were sampled"
-    assert torch.equal(batch.mask, ~batch.first[1:]) and len(lags) == 2 * 1009
+    assert torch.equal(batch.mask, ~batch.first[1:]) and batch.mask.sum() == 2 * 1009
     ratios, values = torch.ones(1010, 2), torch.randn(1011, 2)
     vs, advantages = appo.vtrace(ratios, values, batch.rewards, 0.9 * ~batch.terminated, ~batch.first[1:], 1.0, 1.0, 1.0)
     torch.testing.assert_close(vs[999], batch.rewards[999] + 0.9 * values[1000])
@@ -107,9 +107,11 @@ def test_tasks():
     for typed in ("halfcheetah", "HALFCHEETAH-V5", "HalfCheeta-v5"):
         with pytest.raises(UserError, match=rf"unknown --env-id {typed}; did you mean .*HalfCheetah-v5"):
             appo.make_envs(Args(env_id=typed), 1)
-    for other in ("Breakout-v5", "Pendulum-v1", "FetchReach-v4"):
-        with pytest.raises(UserError, match=f"unknown --env-id {other}; did you mean"):
-            appo.make_envs(Args(env_id=other), 1)
+    for other in ("Pong-v5", "Pendulum-v1", "FetchReach-v4"):
+        answer = "Pong-v5 is a game of Atari: appo_atari.py trains on it" if other == "Pong-v5" else f"unknown --env-id {other}; did you mean"
+        for make in (appo.make_envs, appo.drawn_envs):
+            with pytest.raises(UserError, match=answer):
+                make(Args(env_id=other), 1)
     assert [appo.resolve(Args(env_id=task, device="cpu")).frameskip for task in ("HalfCheetah-v5", "Hopper-v4", "DogRun-v1")] == [5, 4, 3]
 
 
@@ -131,7 +133,7 @@ def test_spaces_of_a_task_of_ones_own(observation, action, refused_by, monkeypat
     def made(mode=gym.vector.AutoresetMode.NEXT_STEP):
         monkeypatch.setattr(appo, "make_envs", lambda args, num_envs: gym.vector.SyncVectorEnv([Env] * num_envs, autoreset_mode=mode))
         spaces = appo.spaces_of(Args())
-        obs = appo.tensors(spaces, 2, 3)
+        obs = appo.room_for(spaces, 2, 3)
         return appo.Agent(spaces, Args())(obs, torch.zeros(2, 3, dtype=bool), torch.zeros(3, 0))[0].shape
 
     if refused_by:
@@ -148,7 +150,7 @@ def test_every_task_has_a_network(task):
     """As the spaces say it: the observation is as long, and the action as many numbers."""
     args = appo.resolve(Args(env_id=task, num_envs_per_worker=2, num_workers=0, num_batches_per_epoch=1, device="cpu"))
     m, spaces = appo.Mailbox(appo.spaces_of(args), 2), appo.spaces_of(args)
-    envs = appo.WorkerEnvs(args, 0, m.numpy(), SEED)
+    envs = appo.WorkerEnvs(args, 0, m.arrays(), SEED)
     envs.reset(0)
     agent, state = appo.Agent(spaces, args), torch.zeros(2, 0)
     for _ in range(3):
@@ -157,6 +159,16 @@ def test_every_task_has_a_network(task):
         m.action[:] = appo.sample_actions(gaussians[0].detach())[0]
         envs.step(0)
     envs.close()
+
+
+def test_batches_that_one_game_cannot_fill(run):
+    """Four batches of a rollout of every row: one sentence says that one row is too few. Many small ones: a warning says what lag leaves out."""
+    with pytest.raises(UserError, match="1 rows are not divisible by --num-batches-per-epoch 4"):
+        appo.resolve(Args(num_workers=0, num_envs_per_worker=1, device="cpu"))
+    with pytest.raises(UserError, match="--sync needs one rollout of every row"):
+        appo.resolve(Args(num_workers=0, num_envs_per_worker=1, device="cpu", batch_size=32))
+    r = run("--batch-size", "32", "--num-workers", "2", "--total-timesteps", "1000", "--device", "cpu", script=SCRIPT)
+    assert r.wait(90) == 0 and "warning: samples with a lag of 100 (--max-policy-lag) are not learned from" in r.text()
 
 
 # --- the policy
@@ -263,12 +275,13 @@ def test_the_kl_penalty_keeps_the_policy_near_the_one_that_acted():
     """Without advantages it alone moves the policy, and towards mu."""
     distances = []
     for coefficient in (0.0, 1.0):
-        args, agent = make_agent(appo, kl_loss_coef=coefficient, vf_coef=0.0, num_epochs=50, learning_rate=0.01, normalize_returns=False)
+        args, agent = make_agent(appo, kl_loss_coef=coefficient, vf_coef=0.0, learning_rate=0.01, normalize_returns=False)
         learner, batch = learner_of(appo, args, agent), make_batch(appo, agent)
         batch.gaussians[:] = torch.tensor([1.0, -1.0, 0.5, -0.5])
         batch = batch._replace(rewards=torch.zeros_like(batch.rewards), mask=batch.mask & False)
         batch.mask[0, 0] = True  # the advantage of a single sample, less its mean, is 0
-        learner.update(batch)
+        for _ in range(50):
+            learner.update(batch, last_epoch=False)
         with torch.no_grad():
             gaussians = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)[0][:-1]
         distances.append(appo.kl_divergence(gaussians, batch.gaussians)[0, 0].item())
@@ -287,6 +300,9 @@ def test_popart_normalises_the_targets_and_keeps_every_value():
         critic.update(torch.where(mask, targets, 1e6), mask)
         torch.testing.assert_close(critic(x), values, rtol=1e-5, atol=1e-4)
         seen.append(targets[mask])
+        before = copy.deepcopy(critic.state_dict())
+        critic.update(targets, mask & False)
+        assert all(torch.equal(x, before[name]) for name, x in critic.state_dict().items()), "without a sample nothing changes"
     targets = torch.cat(seen)
     total = critic.START + len(targets)  # it starts as if it had seen some with mean 0 and deviation 1
     mean = targets.sum() / total
@@ -306,12 +322,15 @@ def test_popart_forgets_what_is_long_ago():
 @pytest.mark.parametrize("normalize, epochs", [(True, 1), (True, 3), (False, 3)])
 def test_popart_gets_the_targets_of_usable_samples_once(normalize, epochs):
     args, agent = make_agent(appo, gamma=0.0, learning_rate=0.0, normalize_returns=normalize, num_epochs=epochs, num_batches_per_epoch=2)
-    batch, learner = make_batch(appo, agent), learner_of(appo, args, agent)
+    learner = learner_of(appo, args, agent)
+    learner.version, r = 1000, learner.inference.rollouts
+    r.versions[:] = np.where(np.arange(12) == 3, 1, 1000)  # those of slot 3 are too old
     with torch.no_grad():  # gamma 0 and on-policy: the targets are the rewards
-        gaussians = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)[0][:-1]
-        batch.logprobs[:] = appo.evaluate_actions(gaussians, batch.actions)[0]
-    learner.update(batch)
-    seen = batch.rewards[batch.mask] if normalize else torch.zeros(0)
+        gaussians = agent(r.obs, torch.from_numpy(r.first), r.rnn_state)[0][:-1]
+        r.logprobs[:] = appo.evaluate_actions(gaussians, r.actions)[0]
+    learner.iterate(np.arange(12))
+    usable = ~r.first[1:] & (np.arange(12) != 3)
+    seen = r.rewards[usable if normalize else usable & False]
     assert agent.critic.count.item() == agent.critic.START + len(seen)
     assert agent.critic.mean.item() == pytest.approx(seen.sum().item() / (agent.critic.START + len(seen)), rel=1e-3)
 
@@ -332,11 +351,11 @@ def test_the_size_of_the_rewards_does_not_matter():
 # --- as a user runs it
 
 
-def test_train_resume_evaluate(run, tmp_path):
+def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys):
     often = ('(seconds := change["time"]) < 5:', '(seconds := change["time"]) < 0.05:')
     script = edited(tmp_path, "appo_mujoco_edited", often, source=SCRIPT)
     r = run(*SMALL, "--experiment", "e", "--env-id", "Hopper-v5", "--total-timesteps", "3000", "--rnn-type", "lstm", "--adaptive-stddev",
-            "--last-action-reward", script=script)  # fmt: skip
+            script=script)  # fmt: skip
     assert r.wait(90) == 0
     assert "64 samples an iteration, 16 (2 rollouts of 8 steps) an optimiser step" in r.text() and "= 12,000 frames" in r.text()
     found = scalars(tmp_path / "e")
@@ -348,24 +367,23 @@ def test_train_resume_evaluate(run, tmp_path):
     assert r.wait(90) == 0 and "override: total_timesteps 3000 -> 4000" in r.text() and "resuming" in r.text()
     agent, args, _ = appo.load_agent(tmp_path / "e", device="cpu")
     assert agent.critic.count > agent.critic.START + 3000 and agent.critic.std != 1.0, "PopArt goes on where it was"
-    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "3", "--eval-deterministic", script=script)
-    assert r.wait(90) == 0 and re.search(r"3 episodes, likeliest actions, step [\d,]+: return [\d.]+ \+- [\d.]+", r.text())
     envs = appo.make_envs(args, 1)  # a trained policy in code of one's own, as in README.md
     obs = {name: torch.from_numpy(part)[None] for name, part in appo.by_name(envs.reset(seed=1)[0]).items()}
-    obs["last_action_reward"] = torch.zeros(1, 1, 4)
     assert agent(obs, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, agent.state_size))[0].shape == (1, 1, 6)
     envs.close()
-    args.eval_episodes = 3
-    scores = []
-    for deterministic in (True, False, True):
-        args.eval_deterministic = deterministic
-        scores.append(appo.evaluate(args, tmp_path / "e"))
-    assert scores[0] == scores[2] != scores[1]
-    r = run("--experiment", "e", "--evaluate", "--eval-episodes", "1", "--save-video", script=script)
-    if not importlib.util.find_spec("mujoco"):  # which requirements.txt has not
-        assert r.wait(90) == 2 and re.search("error: Gymnasium cannot draw Hopper-v5 .*pip install mujoco", r.text())
+
+    def evaluated(*flags: str):
+        monkeypatch.setattr("sys.argv", ["evaluate.py", str(tmp_path / "e"), *flags])
+        return evaluate.main(), "".join(capsys.readouterr())
+
+    results = [evaluated("--episodes", "3", *likeliest) for likeliest in (["--likeliest"], [], ["--likeliest"])]
+    assert results[0] == results[2] and results[0][1].split("step")[1] != results[1][1].split("step")[1]
+    assert results[0][0] == 0 and re.search(r"3 episodes, likeliest actions, step [\d,]+: return [\d.]+ \+- [\d.]+", results[0][1])
+    code, text = evaluated("--episodes", "1", "--save-video")
+    if not importlib.util.find_spec("mujoco"):
+        assert code == 2 and re.search("error: Gymnasium cannot draw Hopper-v5 .*pip install mujoco", text)
     else:
-        assert r.wait(90) == 0 and "1 episodes, sampled actions, in Gymnasium, step" in r.text()
+        assert code == 0 and "1 episodes, sampled actions, step" in text
         video = imageio.get_reader(tmp_path / "e" / "video.mp4")
         frames = list(itertools.islice(video, 1000))  # its own length is not known
         assert video.get_meta_data()["fps"] == 125 and frames[0].shape == (480, 480, 3) and (frames[0] != frames[-1]).any()

@@ -1,8 +1,8 @@
 """A counting environment through the real actors, mailbox, inference thread and rollouts: who wrote what, where and when."""
 
-import multiprocessing.forkserver
 import queue
 import random
+import re
 import threading
 import time
 from collections import defaultdict, deque
@@ -27,9 +27,10 @@ class Pipeline:
     def __init__(self, appo, **settings):
         torch.manual_seed(0)
         default = dict(num_workers=2, num_envs_per_worker=4, worker_num_splits=2, rollout=5, batch_size=20, hidden_size=32, inference_threads=1)
+        default |= dict(batch_size=None) if settings.get("num_workers") == 0 else {}
         self.args = args = appo.resolve(appo.Args(device="cpu", precision="float32", **default | settings))
         spaces = appo.spaces_of(args)
-        self.rows, self.slots = args.num_workers * args.num_envs_per_worker, appo.slots_needed(args)
+        self.rows, self.slots = max(1, args.num_workers) * args.num_envs_per_worker, appo.slots_needed(args)
         self.agent, self.log = appo.Agent(spaces, args), []
         self.inference = appo.Inference(args, spaces, self.agent, torch.device("cpu"))
         self.inference.episodes = deque()  # all of them instead of the last 100
@@ -38,7 +39,7 @@ class Pipeline:
         self.sampling, self.stop = appo.sampling(self.inference, self.actors), appo.STOP
 
     def __enter__(self):
-        timer = threading.Timer(60, setattr, (self.stop, "asked", 1.0))
+        timer = threading.Timer(60, setattr, (self.stop, "asked_at", 1.0))
         timer.start()
         self.sampling.__enter__()
         timer.cancel()
@@ -150,11 +151,12 @@ def test_rollouts_are_whole_ordered_and_unmixed(appo):
 
 
 def test_finished_episodes_are_counted_once(appo):
-    with Pipeline(appo) as pipeline:
+    with Pipeline(appo, actor_timeout=0.0) as pipeline:
         rollouts = []
         while len(rollouts) < 150:
             rollouts += pipeline.take()
         episodes = list(pipeline.inference.episodes)
+    assert pipeline.log == [], "no actor_timeout is no limit"
     finished = sum(check_rollout(rollout, 5)[2] for rollout in rollouts)
     assert abs(len(episodes) - finished) <= 4 * pipeline.rows, "up to what is in rollouts that were not taken"
     assert {length for _, _, length in episodes} <= set(range(1, 10))
@@ -177,7 +179,7 @@ def test_back_pressure(appo):
         for item in items:
             pipeline.full.put(item)
         actors.actors[0].kill()  # the requests that it leaves behind must not be served beside its successor's
-        while not (actors.deaths and actors.served[0] == 2):
+        while not (actors.deaths and actors.requested[0] == 2):
             assert time.monotonic() < deadline, pipeline.log
             time.sleep(0.05)
         assert sorted(actors.requests) == [0, 1, 2, 3]
@@ -216,28 +218,8 @@ def test_slots_are_enough_in_every_order(appo):
             while not inference.full.empty():
                 waiting.extend(inference.full.get()[0])
             assert len(waiting) >= B, f"a deadlock: {args}"
-            inference.free.put((np.array(waiting[:B]), None))
+            inference.release(np.array(waiting[:B]))
             waiting = waiting[B:]
-
-
-def test_the_last_action_and_reward_are_an_input(appo):
-    """Of the step before, whatever rollout it is in, as trained on; zeros with the first observation of an episode."""
-    with Pipeline(appo, last_action_reward=True, reward_scale=2.0, reward_clip=5.0) as pipeline:
-        assert pipeline.agent.vectors == ["vector", "last_action_reward"]
-        last, checked = {}, 0
-        while checked < 500:
-            for rollout in pipeline.take():
-                me = int(rollout["vector"][0, 0])
-                actions, rewards = ([last.get(me, (0, 0))[i], *rollout[name]] for i, name in enumerate(("actions", "rewards")))
-                for t, given in enumerate(rollout["last_action_reward"]):
-                    if rollout["first"][t]:
-                        assert not given.any()
-                    elif t or me in last:
-                        expected = [*np.eye(3)[actions[t][0]], *np.eye(4)[actions[t][1]], rewards[t]]
-                        assert given.tolist() == pytest.approx(expected)
-                        assert rewards[t] == pytest.approx(min(5.0, 2 * (0.1 * actions[t][0] + actions[t][1])))
-                        checked += 1
-                last[me] = rollout["actions"][-1], rollout["rewards"][-1]
 
 
 def test_a_killed_actor_breaks_one_transition_and_no_more(appo):
@@ -276,7 +258,7 @@ def test_sync_survives_an_actor_killed_between_its_splits(tmp_path):
             next(batches)
             actors.actors[0].kill()
             deadline = time.monotonic() + 60
-            while actors.deaths < deaths or actors.served[0] == 0:  # until one split has asked, and mostly not the other
+            while actors.deaths < deaths or actors.requested[0] == 0:  # until one split has asked, and mostly not the other
                 assert time.monotonic() < deadline, pipeline.log
                 time.sleep(0.01)
             actors.actors[0].kill()
@@ -292,7 +274,7 @@ class Env(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         if not self.started:
-            HERE
+            time.sleep(1)
         self.started = True
         return np.zeros((36, 36, 3), np.uint8), {}
 
@@ -301,22 +283,20 @@ class Env(gym.Env):
 """
 
 
-def slow_start(tmp_path, name: str, line: str) -> list[str]:
-    """What is said while four games of one actor start, each with `line`, at an --actor-timeout of six seconds."""
-    appo = load(with_envs(tmp_path, name, SLOW.replace("HERE", line)))
-    with Pipeline(appo, num_workers=1, worker_num_splits=1, actor_timeout=6.0) as pipeline:
+def test_environments_that_start_slowly_are_no_hang(tmp_path):
+    """Four seconds together, but each of them less than --actor-timeout."""
+    appo = load(with_envs(tmp_path, "appo_slow", SLOW))
+    with Pipeline(appo, num_workers=1, worker_num_splits=1, actor_timeout=2.0) as pipeline:
         pipeline.get()
-    return pipeline.log
+    assert pipeline.log == []
 
 
-def test_environments_that_start_slowly_are_no_hang(tmp_path, monkeypatch):
-    """Eight seconds together, but each of them less than --actor-timeout; the fork server's own start is not the actor's time."""
-    start = multiprocessing.forkserver.ensure_running
-    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", lambda: (time.sleep(6), start()))
-    assert slow_start(tmp_path, "appo_slow", "time.sleep(2)") == []
-
-
-def test_an_environment_that_hangs_while_it_starts_is_found(tmp_path):
-    hung = str(tmp_path / "hung")
-    log = slow_start(tmp_path, "appo_hung", f"os.path.exists({hung!r}) or (open({hung!r}, 'w'), time.sleep(1000))")
-    assert log == ["actor 0 hung for 6 s (its stack is above); starting another"]
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_actor_in_this_process_that_ends_says_why(tmp_path, capfd):
+    """Whatever its end is. When it dies in a step the learner learns of it."""
+    line = "        self.count += 1\n"
+    appo = load(with_envs(tmp_path, "appo_exit", COUNTING.replace(line, f"{line}        self.count < 2 or sys.exit('of its own')\n")))
+    with Pipeline(appo, num_workers=0) as pipeline:
+        with pytest.raises(appo.UserError, match="the actor has ended; what it died of is above"):
+            pipeline.get()
+    assert re.search(r"actor 0:\nTraceback .*\n(  .*\n)+SystemExit: of its own\n", capfd.readouterr().err)

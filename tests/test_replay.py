@@ -4,6 +4,8 @@ import gc
 import math
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from test_algorithm import direct_vtrace, make_agent, make_batch
 from test_command_line import scalars
 from torch.distributions import Categorical, kl_divergence
 
+import appo_atari
 import appo_atari_replay
 
 SCRIPT = ROOT / "appo_atari_replay.py"
@@ -41,6 +44,11 @@ def make_learner(appo, **settings):
     r.actions.random_(3)
     r.rewards[:], r.first[:] = rng.normal(size=r.rewards.shape), rng.random(r.first.shape) < 0.2
     return appo.Learner(args, agent, inference, device)
+
+
+def fill(learner, count: int) -> None:
+    """Of the slots that are KEPT the newest `count` were learned from."""
+    learner.inference.rollouts.learned_at[learner.kept[len(learner.kept) - count :]] = 0
 
 
 # --- choosing
@@ -114,19 +122,19 @@ def test_what_is_drawn(appo, replay):
     candidates. What is replayed counts how often, until its slot is FREE."""
     learner = make_learner(appo, replay=replay, replay_candidates=6.0, total_timesteps=1000)
     r, kept, asked, times = learner.inference.rollouts, [], [], {}
-    free = list(range(4))
+    free, given_back = list(range(4)), []
+    learner.inference.release = given_back.append
     learner.distances = lambda slots, newest: asked.append((slots, newest)) or r.learned_at[slots].astype(float)
     for i in range(60):
         learner.global_step = min(1000, 20 * i)
         fresh = np.array(free[:4])
         asked.clear()
-        both = learner.add_replayed(fresh)
-        again = both[4:].tolist()
-        assert both[:4].tolist() == fresh.tolist() and len(again) == (4 if 4 * i >= 10 else 0)
+        again = learner.choose_replayed(fresh[-1]).tolist()
+        assert len(again) == (4 if 4 * i >= 10 else 0)
         assert set(again) <= set(kept) and len(set(again)) == len(again) and not set(kept) & set(fresh)
         if again and replay != "uniform" and i < 50:
             drawn = np.concatenate([slots for slots, _ in asked])
-            assert {newest for _, newest in asked} == {fresh[-1]} and max(len(slots) for slots, _ in asked) <= 4
+            assert {newest for _, newest in asked} == {fresh[-1]} and max(len(slots) for slots, _ in asked) <= 8
             assert len(drawn) == len(set(drawn)) == min(len(kept), math.ceil(4 * (1 + 5 * (1 - 20 * i / 1000)))) and set(drawn) <= set(kept)
             assert set(again) == set(drawn[np.argsort(r.learned_at[drawn], kind="stable")[:4]]), "the nearest"
         elif again:
@@ -136,7 +144,7 @@ def test_what_is_drawn(appo, replay):
         assert {slot: r.times_replayed[slot] for slot in times} == times
         learner.keep(fresh)
         kept += fresh.tolist()
-        freed, _ = learner.inference.free.get()
+        freed = given_back.pop()
         for slot in freed:
             if slot in kept:
                 assert slot == kept.pop(0), "the oldest"
@@ -147,10 +155,10 @@ def test_what_is_drawn(appo, replay):
 
 def test_uniform_is_uniform(appo):
     learner = make_learner(appo, replay_rollouts=20)
-    learner.filled = 12
-    drawn = np.concatenate([learner.add_replayed(np.arange(4))[4:] for _ in range(3000)])
+    fill(learner, 12)
+    drawn = np.concatenate([learner.choose_replayed(3) for _ in range(3000)])
     slots, counts = np.unique(drawn, return_counts=True)
-    assert slots.tolist() == list(learner.kept)[-12:], "of those that are filled, the newest"
+    assert slots.tolist() == learner.kept[-12:].tolist(), "of those that are filled, the newest"
     assert abs(counts - 1000).max() < 150  # the standard deviation of each is 26
 
 
@@ -228,32 +236,43 @@ def test_a_replayed_rollout_has_the_targets_that_it_had_fresh(appo, monkeypatch)
     vtrace = appo.vtrace
     monkeypatch.setattr(appo, "vtrace", lambda *arguments: seen.append(vtrace(*arguments)) or vtrace(*arguments))
     for version in (2, 3):
-        learner.version, learner.inference.rollouts.times_replayed[slots] = version, 0
-        fresh, lags = learner.gather(slots)
-        assert fresh.mask.any() == (version == 2) and not fresh.replayed.any() and len(lags) == fresh.first[1:].logical_not().sum()
+        learner.inference.rollouts.times_replayed[slots] = 0
+        fresh = learner.gather(slots, version)
+        assert fresh.mask.any() == (version == 2) and not fresh.replayed.any()
         learner.inference.rollouts.times_replayed[slots] = 1
-        again, lags = learner.gather(slots)
-        assert torch.equal(again.mask, ~again.first[1:]) and again.replayed.all() and len(lags) == 0
+        again = learner.gather(slots, version)
+        assert torch.equal(again.mask, ~again.first[1:]) and again.replayed.all()
         for batch in (fresh, again):
             appo.appo_loss(learner.args, learner.agent, batch)
         for one, two in zip(*seen[-2:]):
             torch.testing.assert_close(one, two, rtol=0, atol=0)
-    both, lags = learner.gather(np.array([3, 5]))
-    assert both.replayed.any(0).tolist() == [False, True] and len(lags) == both.first[1:, 0].logical_not().sum()
+    both = learner.gather(np.array([3, 5]), 0)
+    assert both.replayed.any(0).tolist() == [False, True] and both.replayed.shape == both.mask.shape
 
 
 def test_every_batch_has_its_share(appo):
-    """Every epoch deals out the fresh and the replayed rollouts once, so many to each step; before the replay begins the fresh ones alone."""
+    """Every epoch deals out the fresh and the replayed rollouts once, so many to each step; before the replay begins the fresh ones alone.
+    Nothing is given back before the last step, and by then the policy has been published."""
     learner = make_learner(appo, num_batches_per_epoch=3, num_epochs=4, num_envs_per_worker=6, replay_share=0.6)
     fresh, replayed = appo.parts_of_iteration(learner.args)
     assert (fresh, replayed) == (6, 9)
-    learner.inference.rollouts.times_replayed[fresh:] = 1
-    for total in (15, 6):
-        iteration, _ = learner.gather(np.arange(total))
-        number = {tuple(iteration.rewards[:, i].tolist()): i for i in range(total)}
-        dealt = [sorted(number[tuple(reward)] for reward in batch.rewards.T.tolist()) for batch in learner.batches(iteration)]
-        assert len(dealt) == 12 and all(sum(i < fresh for i in batch) == 2 and len(batch) == total // 3 for batch in dealt)
-        assert [sorted(sum(dealt[i : i + 3], [])) for i in range(0, 12, 3)] == [list(range(total))] * 4
+    gather, chosen = learner.gather, np.arange(10, 10 + replayed)
+    learner.inference.rollouts.times_replayed[chosen] = 1
+    learner.inference.release = lambda slots: given_back.append((learner.version, len(slots)))
+    for again in (chosen, chosen[:0]):
+        dealt, given_back, learner.version = [], [], 1
+
+        def spy(slots, version):
+            batch = gather(slots, version)
+            assert version == 1 and batch.replayed[0].tolist() == (slots >= 10).tolist()
+            dealt.append(sorted(slots.tolist()))
+            return batch
+
+        learner.gather, learner.choose_replayed = spy, lambda newest: again
+        learner.iterate(np.arange(fresh))
+        assert given_back == [(13, fresh)]
+        assert len(dealt) == 12 and all(sum(i < fresh for i in batch) == 2 and len(batch) == (fresh + len(again)) // 3 for batch in dealt)
+        assert [sorted(sum(dealt[i : i + 3], [])) for i in range(0, 12, 3)] == [[*range(fresh), *again]] * 4
         assert len({str(dealt[i : i + 3]) for i in range(0, 12, 3)}) == 4
 
 
@@ -278,20 +297,24 @@ def test_slots_are_enough_in_every_order(appo):
             while moves:  # greedy: one group as far as it comes, then the next
                 moves = any(inference.serve([group]) for group in groups) if greedy else inference.serve(groups)
             while not inference.full.empty():
-                learner.slots.extend(inference.full.get()[0])
-            assert len(learner.slots) >= count, f"a deadlock: {learner.args}"
-            slots, learner.slots = np.array(learner.slots[:count]), learner.slots[count:]
-            replayed += len(learner.add_replayed(slots)) - count
+                learner.full_slots.extend(inference.full.get()[0])
+            assert len(learner.full_slots) >= count, f"a deadlock: {learner.args}"
+            slots, learner.full_slots = np.array(learner.full_slots[:count]), learner.full_slots[count:]
+            replayed += len(learner.choose_replayed(slots[-1]))
             learner.keep(slots)
         assert replayed > 0 or kept > 8 * count
 
 
 def test_statistics_of_the_inputs_are_of_fresh_samples(appo):
+    """And so are the steps that are counted."""
     learner = make_learner(appo)
-    learner.filled = 50
-    first = learner.inference.rollouts.first
+    fill(learner, 50)
+    r, learner.version = learner.inference.rollouts, 1
+    r.obs["obs"][:], r.obs["obs"][:, :4], r.first[1:, :4] = 255, 51, False
     learner.iterate(np.arange(4))
-    assert learner.agent.normalizers["obs"].count == np.count_nonzero(~first[1:, :4][::4]) and learner.global_step == np.count_nonzero(~first[1:, :4])
+    statistics = learner.agent.normalizers["obs"]
+    assert learner.about_replay and learner.global_step == 20
+    assert statistics.count == 4 and (statistics.mean - 0.2).abs().max() < 1e-6, "of a quarter of their steps"
 
 
 # --- the pipeline
@@ -313,35 +336,51 @@ def train(appo, tmp_path):
     dict(replay="elite", sync=True, batch_size=None), dict(replay="elite", elite_strategy=4, num_workers=0, replay_share=0.8, batch_size=None),
 ])  # fmt: skip
 def test_what_is_replayed_is_what_was_learned_from(appo, train, monkeypatch, settings):
-    """The real pipeline: between the two nobody has touched the slot, and no KEPT slot is FREE, FILLING, FULL or LEARNING."""
-    content, replayed, add_replayed = {}, [], appo.Learner.add_replayed
+    """The real pipeline: between the two, and until the last step with them, nobody has touched the slot, and no KEPT slot is FREE,
+    FILLING, FULL or LEARNING."""
+    content, replayed, now = {}, [], dict(slots=[], again=[])
+    iterate, choose_replayed, keep = appo.Learner.iterate, appo.Learner.choose_replayed, appo.Learner.keep
 
     def digest(r, slot: int) -> bytes:
         fields = [field[:, slot] for name, field in vars(r).items() if name not in ("obs", "rnn_state", "learned_at", "times_replayed")]
         fields += [field[:, slot] for field in r.obs.values()] + [r.rnn_state[slot]]
         return b"".join(np.asarray(field).tobytes() for field in fields)
 
-    def spy(self, slots):
-        both = add_replayed(self, slots)
-        inference, again = self.inference, both[len(slots):].tolist()
-        filling = [slot for group in list(inference.slots) if group is not None for slot in group]
-        others = [*inference.free_slots, *filling, *self.slots, *slots]
-        assert not set(self.kept) & set(others) and set(again) <= set(self.kept) and len(set(again)) == len(again)
-        assert [digest(inference.rollouts, slot) for slot in again] == [content[slot] for slot in again]
-        replayed.extend(again)
-        content.update({slot: digest(inference.rollouts, slot) for slot in slots.tolist()})
-        return both
+    def spy_iterate(self, slots):
+        now.update(slots=slots.tolist(), again=[])
+        content.update({slot: digest(self.inference.rollouts, slot) for slot in now["slots"]})
+        return iterate(self, slots)
 
-    monkeypatch.setattr(appo.Learner, "add_replayed", spy)
+    def spy_choose(self, newest):
+        again = choose_replayed(self, newest)
+        now["again"] = again.tolist()
+        filling = [slot for group in list(self.inference.filling) if group is not None for slot in group]
+        others = [*self.inference.free_slots, *filling, *self.full_slots, *now["slots"]]
+        assert newest == now["slots"][-1] and not set(self.kept) & set(others)
+        assert set(again) <= set(self.kept) and len(set(again)) == len(again)
+        replayed.extend(again)
+        return again
+
+    def spy_keep(self, slots):
+        both = now["slots"] + now["again"]
+        assert slots.tolist() == now["slots"] and [digest(self.inference.rollouts, slot) for slot in both] == [content[slot] for slot in both]
+        keep(self, slots)
+
+    for name, spy in (("iterate", spy_iterate), ("choose_replayed", spy_choose), ("keep", spy_keep)):
+        monkeypatch.setattr(appo.Learner, name, spy)
     assert train(**settings) == 0
     assert len(replayed) > 100 and len(set(replayed)) > 30, "the ring has gone round"
 
 
-def test_nothing_replayed_is_appo_atari(run):
+@pytest.mark.parametrize("own", [
+    ("--num-envs-per-worker", "4", "--rollout", "8", "--num-batches-per-epoch", "2", "--num-epochs", "2", "--rnn-type", "gru"),
+    ("--num-envs-per-worker", "6", "--rollout", "5", "--max-policy-lag", "1", "--num-epochs", "2", "--exploration-loss", "symmetric_kl"),
+    ("--num-envs-per-worker", "9", "--rollout", "16", "--num-batches-per-epoch", "3", "--machado", "--vtrace-rho", "1.5"),
+])  # fmt: skip
+def test_nothing_replayed_is_appo_atari(run, own):
     """With --replay-share 0 two runs end with the same checkpoint to the bit."""
-    flags = ("--num-workers", "0", "--num-envs-per-worker", "4", "--rollout", "8", "--hidden-size", "32", "--device", "cpu", "--num-epochs", "2",
-             "--learner-threads", "1", "--inference-threads", "1", "--num-batches-per-epoch", "2", "--total-timesteps", "400",
-             "--rnn-type", "gru", "--last-action-reward")  # fmt: skip
+    flags = ("--num-workers", "0", "--hidden-size", "32", "--device", "cpu", "--learner-threads", "1", "--inference-threads", "1",
+             "--total-timesteps", "700", *own)  # fmt: skip
     ends = []
     for name, more in (("appo_atari", ()), ("appo_atari_replay", ("--replay-share", "0", "--replay", "elite"))):
         r = run(*flags, *more, "--experiment", name, script=ROOT / f"{name}.py")
@@ -349,7 +388,7 @@ def test_nothing_replayed_is_appo_atari(run):
         (path,) = (r.folder / name / "checkpoints").glob("checkpoint_*")
         ends.append(torch.load(path, weights_only=True))
     one, two = ends
-    assert one["version"] == two["version"] > 20
+    assert one["version"] == two["version"] > 10
     torch.testing.assert_close(two["agent"], one["agent"], rtol=0, atol=0)
     torch.testing.assert_close(two["optimizer"], one["optimizer"], rtol=0, atol=0)
 
@@ -371,17 +410,43 @@ def test_as_a_user_runs_it(run, tmp_path):
     assert all(0 <= event.value < 1 for event in found["stats/choosing"]) and 0 < found["stats/choosing"][-1].value
     assert found["replay/age_steps"][-1].value > 32
     assert all(one.value <= two.value for one, two in zip(found["replay/distance"], found["replay/distance_drawn"]))
-    r = run("--evaluate", "--eval-episodes", "1", "--experiment", "e", "--device", "cpu", script=script)
-    assert r.wait(90) == 0 and "1 episodes, sampled actions" in r.text(), r.text()
+    command = [sys.executable, str(ROOT / "evaluate.py"), str(tmp_path / "e"), "--episodes", "1", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "1 episodes, sampled actions" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_run_without_replay_is_not_resumed_with_it_in_silence(run):
+    """What changes is said, flag by flag."""
+    flags = ("--env-id", "Pong-v5", "--num-workers", "0", "--num-envs-per-worker", "4", "--rollout", "8", "--hidden-size", "32", "--device", "cpu",
+             "--experiment", "e")  # fmt: skip
+    r = run(*flags, "--total-timesteps", "200", script=ROOT / "appo_atari.py")
+    assert r.wait(60) == 0, r.text()
+    r = run(*flags, "--total-timesteps", "300", "--batch-size", "64", script=SCRIPT)
+    assert r.wait(60) == 0, r.text()
+    said = [line.removeprefix("override: ") for line in r.text().splitlines() if line.startswith("override: ")]
+    new = [name for name in vars(appo_atari_replay.Args()) if name not in vars(appo_atari.Args())]
+    assert said == ["file appo_atari.py -> appo_atari_replay.py", "total_timesteps 200 -> 300", "batch_size 32 -> 64",
+                    *(f"{name} none -> {getattr(appo_atari_replay.Args, name)}" for name in new)]  # fmt: skip
+    assert "replay none -> uniform" in said and "replay_share none -> 0.5" in said and len(new) == 9
+    assert re.search("resuming .* at step 2[0-9]{2}; .*; nothing to replay yet\n", r.text()), r.text()
 
 
 @pytest.mark.parametrize("flags, expected", [
     ("--replay-share 0.01", "--replay-share 0.01 makes 8 fresh and 0 replayed rollouts an iteration"),
     ("--replay-share 0.95", "--replay-share 0.95 makes 0 fresh and 8 replayed rollouts an iteration"),
     ("--replay-rollouts 3", "--replay-share 0.5 makes 4 fresh and 4 replayed rollouts an iteration"),
-    ("--replay-rollouts 1000000000", "--replay-rollouts 1000000000 need [0-9,]+ MiB of [0-9,]+ that are free; a fifth must remain"),
-    ("--sync --batch-size 1024", "--sync needs one fresh rollout of every row: --batch-size 1024 x 1 batches have 16 of 32 steps, not 32"),
-    ("--replay-candidates 0.5", "--replay-candidates 0.5 is out of range: 1.0 to inf"),
+    ("--replay-rollouts 1000000000", "1,000,000,048 slots of rollouts need [0-9,]+ MiB of [0-9,]+ that are free, a fifth of which must remain: "
+                                     "use a smaller --replay-rollouts or fewer environments"),
+    ("--sync --batch-size 1024", r"--sync \(which --num-workers 0 implies\) needs a fresh rollout of every row: 1 batches of 1024 samples "
+                                 "have 16 of these, not 32"),
+    ("--sync --num-batches-per-epoch 5", r"--sync \(which --num-workers 0 implies\) needs a fresh rollout of every row: 5 batches of 416 samples "
+                                         "have 35 of these, not 32"),
+    ("--replay-candidates 0.5", "--replay-candidates 0.5 is out of range: 1 to inf"),
+    ("--replay-share 1", "--replay-share 1.0 is out of range: 0 to 0.95"),
+    ("--policy-cloning-coef -1", "--policy-cloning-coef -1.0 is out of range: 0 to inf"),
+    ("--replay-candidates 3", "--replay-candidates is for --replay attentive or elite, not uniform"),
+    ("--elite-strategy 2", "--elite-strategy is for --replay attentive or elite, not uniform"),
+    ("--replay-distance kl", "--replay-distance is for --replay attentive or elite, not uniform"),
 ])  # fmt: skip
 def test_what_is_refused(flags, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -393,7 +458,20 @@ def test_what_is_refused(flags, expected, tmp_path, monkeypatch, capsys):
 
 
 def test_a_containers_memory_counts(appo, monkeypatch):
+    """With the slots that are KEPT and the features that are compared; what cannot help is not advised."""
     real, limit = Path.read_text, 2**20
     monkeypatch.setattr(Path, "read_text", lambda path: str(limit) if path.name == "memory.max" else real(path))
-    with pytest.raises(appo.UserError, match="--replay-rollouts 500 need [0-9]+ MiB of 1 that are free"):
-        make_learner(appo, replay_rollouts=500)
+
+    def refused(**settings) -> tuple[int, int, str]:
+        learner = make_learner(appo, **settings)
+        with pytest.raises(appo.UserError) as error:
+            appo.check_memory(learner.args, appo.spaces_of(learner.args), learner.agent.state_size)
+        found = re.match("([0-9]+) slots of rollouts need ([0-9]+) MiB of 1 that are free, .*: use a smaller (--.*) or fewer", str(error.value))
+        return int(found[1]), int(found[2]), found[3]
+
+    uniform = refused(replay_rollouts=500)
+    elite = refused(replay_rollouts=500, replay="elite", hidden_size=512)
+    assert uniform[::2] == elite[::2] == (4 + 8 + 500, "--replay-rollouts")
+    assert elite[1] - uniform[1] == round(512 * 5 * 4 * 512 / 2**20), "slots x steps x float32 x units"
+    none = refused(replay_rollouts=500, replay_share=0.0, num_envs_per_worker=100)
+    assert none[::2] == (100 + 100, "--batch-size") and none[1] < uniform[1]

@@ -4,13 +4,23 @@ import builtins
 import contextlib
 import copy
 import gc
+import io
 import itertools
+import json
+import os
+import re
+import signal
+import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from edited import COUNTING, REPORTS, load, with_envs
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
 
 
 @pytest.fixture
@@ -22,13 +32,20 @@ def appo(counting):
 def train(appo, tmp_path):
     """Trains, or goes on, in a folder of its own; returns the exit code."""
 
-    def train(**settings) -> int:
+    def train(appo=appo, **settings) -> int:
         small = dict(num_workers=0, num_envs_per_worker=4, rollout=5, hidden_size=32, total_timesteps=200, device="cpu",
                      inference_threads=1, learner_threads=1)  # fmt: skip
         gc.collect()  # the log of the run before it in this process
         return appo.train(appo.Args(**small | settings), tmp_path / "run")
 
     return train
+
+
+@pytest.fixture
+def prepared(appo, monkeypatch):
+    """`train` does all that comes before the first step, and nothing more."""
+    monkeypatch.setattr(appo, "sampling", lambda inference, actors: contextlib.nullcontext())
+    monkeypatch.setattr(appo, "learn", lambda args, checkpoints, learner, reporter: reporter.writer.close())
 
 
 @pytest.fixture
@@ -108,7 +125,7 @@ def test_a_batch_without_a_usable_sample_is_no_update(appo):
     r.versions[:] = -2
     learner.iterate(slots)
     assert (learner.skipped, learner.version, learner.global_step, inference.acting.current.version) == (2, 1, 40, 1)
-    assert inference.free.qsize() == 3, "all have given their slots back"
+    assert inference.released.qsize() == 3, "all have given their slots back"
 
 
 @pytest.mark.parametrize("norm, moves", [(1e-12, False), (0.0, True)])
@@ -156,23 +173,6 @@ def test_a_falling_learning_rate_goes_on_where_it_was(appo, train, iterations, t
     assert f"at step {end:,}; learning rate {1 - end / 600:.3g}\n" in capsys.readouterr().out
 
 
-def test_statistics_of_the_inputs_are_of_the_valid_samples(appo, train, tmp_path, monkeypatch):
-    """Of every fourth step."""
-    sums, gather = np.zeros(2), appo.Learner.gather
-
-    def spy(self, slots):
-        batch, lags = gather(self, slots)
-        valid = ~batch.first[1:][::4]
-        sums[:] += int(valid.sum()), float(batch.obs["vector"][:-1:4, :, 2][valid].sum())  # the number of the step in its episode
-        return batch, lags
-
-    monkeypatch.setattr(appo.Learner, "gather", spy)
-    assert train() == 0
-    agent = newest(tmp_path)["agent"]
-    assert agent["normalizers.vector.count"] == agent["normalizers.obs.count"] == sums[0] > 50
-    assert agent["normalizers.vector.mean"][2].item() == pytest.approx(sums[1] / sums[0], rel=1e-4)
-
-
 def test_a_resumed_run_goes_on_with_what_was_saved(appo, train, tmp_path, monkeypatch):
     """The weights, Adam's moments, and the policy that acts."""
     assert train() == 0
@@ -217,24 +217,9 @@ def test_the_last_two_are_kept_and_whole(appo, train, tmp_path, monkeypatch):
     assert checkpoints(tmp_path) == files and newest(tmp_path)["version"] == version
 
 
-def test_evaluation_keeps_its_state_and_plays_as_told(appo, train, tmp_path, monkeypatch):
+def test_the_latest_or_the_best_is_loaded(appo, train, tmp_path):
     assert train() == 0
-    folder, passes, played = tmp_path / "run", [], []
-    forward, step = appo.Agent.forward, appo.WorkerEnvs.step
-
-    def spy(self, obs, first, state, *rest):
-        passes.append((state, *forward(self, obs, first, state, *rest)))
-        return passes[-1][1:]
-
-    monkeypatch.setattr(appo.Agent, "forward", spy)
-    monkeypatch.setattr(appo.WorkerEnvs, "step", lambda self, split: (played.append(self.mailbox.action.copy()), step(self, split)))
-    args = appo.Args(**appo.saved_args(folder) | dict(eval_episodes=20, eval_deterministic=True))
-    assert len(appo.evaluate(args, folder)) == 20
-    assert len(passes) == len(played) > 5
-    for (_, _, _, state), (then, *_) in itertools.pairwise(passes):
-        assert torch.equal(state, then)
-    for (_, logits, *_), actions in zip(passes, played):
-        assert actions.T.tolist() == [head.argmax(-1).tolist() for head in logits[0].split((3, 4), -1)]
+    folder = tmp_path / "run"
     torch.save(newest(tmp_path) | dict(global_step=7), folder / "checkpoints" / "best.pth")
     assert appo.load_agent(folder, "best")[2] == 7 and appo.load_agent(folder)[2] >= 200
 
@@ -266,8 +251,9 @@ def test_a_time_limit_of_no_seconds_is_one(appo, tmp_path):
     def collect():
         assert time.monotonic() >= learner.deadline
 
-    learner = SimpleNamespace(version=0, global_step=0, collect=collect, sum_counts=lambda **counts: None)
-    appo.learn(appo.Args(train_for_seconds=0.0), tmp_path, learner, None)
+    learner = SimpleNamespace(version=0, global_step=0, collect=collect)
+    nothing = SimpleNamespace(close=lambda: None)
+    appo.learn(appo.Args(train_for_seconds=0.0), tmp_path, learner, SimpleNamespace(bar=nothing, writer=nothing))
 
 
 def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch):
@@ -298,25 +284,107 @@ def test_what_nobody_foresaw_does_not_save(appo, train, tmp_path, monkeypatch, e
     assert bool(checkpoints(tmp_path)) == saves
 
 
-def test_an_evaluation_gives_the_last_action_and_reward_too(appo, train, tmp_path, monkeypatch):
-    assert train(last_action_reward=True) == 0
-    seen, forward = [], appo.Agent.forward
+def test_an_update_that_is_not_finite_ends_the_run_with_a_sentence(appo, tmp_path, monkeypatch, capsys):
+    """After the weights before it were saved."""
+    small = "--num-workers 0 --num-envs-per-worker 4 --rollout 5 --hidden-size 32 --device cpu --experiment run --learning-rate 1e30 --total-timesteps 400"
+    monkeypatch.setattr(sys, "argv", ["appo", "--train-dir", str(tmp_path), *small.split()])
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert appo.main() == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    error = capsys.readouterr().err
+    assert re.match(r"error: the loss \(\S+\) or its gradient is not finite: a lower --learning-rate .*; the weights from before are saved\n$", error)
+    assert newest(tmp_path)["version"] > 1 and all(x.isfinite().all() for x in newest(tmp_path)["agent"].values())
 
-    def spy(self, obs, first, state, *rest):
-        seen.append((obs["last_action_reward"][0].clone(), first[0].clone()))
-        return forward(self, obs, first, state, *rest)
 
-    monkeypatch.setattr(appo.Agent, "forward", spy)
-    assert len(appo.evaluate(appo.Args(**appo.saved_args(tmp_path / "run") | dict(eval_episodes=20)), tmp_path / "run")) == 20
-    given, first = map(torch.cat, zip(*seen))
-    assert not given[first].any() and (given[~first][:, :7].sum(-1) == 2).all() and (~first).sum() > 20
+def test_a_reward_that_is_not_finite_spoils_no_weights(train, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"the loss \(nan\)"):
+        train(reward_scale=float("nan"))
+    assert newest(tmp_path)["version"] == 1 and all(x.isfinite().all() for x in newest(tmp_path)["agent"].values())
 
 
-def test_an_evaluation_that_fails_closes_its_environments(appo, train, tmp_path, monkeypatch):
+@pytest.mark.parametrize("sync, workers, batch", [(False, 3, 2000), (True, 1, 3200)])
+def test_a_run_keeps_its_batch_on_another_machine(appo, train, prepared, tmp_path, monkeypatch, sync, workers, batch):
+    """And with sync the workers, which decide the batch; all else that was not typed follows the machine."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    assert train(num_workers=None, num_envs_per_worker=16, rollout=200, sync=sync, inference_threads=None) == 0
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(3)))
+    fresh = appo.resolve(appo.Args(num_envs_per_worker=16, rollout=200, sync=sync, device="cpu"))
+    args = appo.resolve(appo.Args(**appo.saved_args(tmp_path / "run")))
+    assert (args.num_workers, args.batch_size) == (workers, batch) and (fresh.num_workers, fresh.batch_size) == (3, 9600 if sync else 4000)
+    assert json.loads((tmp_path / "run" / "cfg.json").read_text())["args"]["inference_threads"] is None
+
+
+def test_an_engine_that_is_no_package_is_in_no_list_of_versions(appo, train, prepared, tmp_path, monkeypatch):
+    for engine in ("a_module_of_mine", "vizdoom"):
+        monkeypatch.setattr(appo, "ENGINE", engine)
+        assert train() == 0
+        versions = json.loads((tmp_path / "run" / "cfg.json").read_text())["versions"]
+        assert versions.keys() == {"torch", "numpy", "gymnasium", engine} - {"a_module_of_mine"}
+
+
+def test_samples_that_will_be_too_old_are_warned_of(train, prepared, capsys):
+    for limit in (3, 4):
+        assert train(num_workers=2, batch_size=20, max_policy_lag=limit) == 0
+        text = capsys.readouterr().out
+        assert "expected lag up to 3.0 versions" in text
+        assert ("warning: samples with a lag of 3 (--max-policy-lag) are not learned from" in text) == (limit == 3)
+
+
+def test_a_metric_of_ones_own(train, tmp_path):
+    """One name added to EPISODE, of what `info` has in every step. A run of before goes on, whose episodes had no such number."""
+    edits = ('trained", "episodic_length")', 'trained", "episodic_length", "kills")'), (REPORTS[0], '(seconds := change["time"]) < 0:')
+    kills = COUNTING.replace('{"raw_reward": 2 * reward}', '{"raw_reward": 2 * reward, "kills": int(action[1])}')
     assert train() == 0
-    closed = []
-    monkeypatch.setattr(appo.WorkerEnvs, "close", lambda self: closed.append(self))
-    monkeypatch.setattr(appo.WorkerEnvs, "step", lambda self, split: [][0])
-    with pytest.raises(IndexError):
-        appo.evaluate(appo.Args(**appo.saved_args(tmp_path / "run")), tmp_path / "run")
-    assert len(closed) == 1
+    assert train(load(with_envs(tmp_path, "appo_metric", kills, *edits)), total_timesteps=600) == 0
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    kills, lengths = (np.array([event.value for event in events.Scalars(f"charts/{name}")]) for name in ("kills", "episodic_length"))
+    assert len(kills) == len(lengths) > 10 and 1 < kills[-1] / lengths[-1] < 2, "an action of 0 to 3 in each step"
+    assert {len(episode) for episode in newest(tmp_path)["episodes"]} == {4}
+
+
+@pytest.fixture
+def reporter(appo, tmp_path, monkeypatch):
+    """Of a run that is some minutes old, in a terminal of 80 columns."""
+    terminal, log = dict(disable=False, dynamic_ncols=False, ncols=80, file=io.StringIO()), []
+    monkeypatch.setattr(appo, "tqdm", lambda **settings: tqdm(**settings | terminal))
+    inference = SimpleNamespace(counts=Counter(), episodes=[])
+    learner = SimpleNamespace(inference=inference, version=0, global_step=0)
+    reporter = appo.Reporter(appo.Args(env_id="deadly_corridor"), learner, tmp_path, lambda text, show=True: log.append(text))
+    reporter.bar.start_t -= 200
+    reporter.lines = log
+    yield reporter
+    reporter.bar.close()
+    reporter.writer.close()
+
+
+def report(reporter, **counts) -> None:
+    """Of a window of ten seconds."""
+    reporter.last["time"] -= 10
+    reporter.inference.counts.update(counts)
+    reporter.update({})
+
+
+def test_the_bar_fits_into_80_columns(reporter):
+    reporter.inference.episodes.append([-164.114, 0.0, 10.0])
+    reporter.learner.global_step, reporter.learner.version = 30_862, 1
+    report(reporter, waited=9, idle=9)
+    bar = str(reporter.bar)
+    assert len(bar) <= 80 and re.search(r"\d% .*1:\d\d:\d\d, return -164.11, 12,34\d frames/s, bottleneck: environments", bar), bar
+
+
+def test_a_window_without_an_update_is_warned_of(reporter):
+    for version, warned in ((0, True), (1, False), (1, True)):
+        reporter.learner.version = version
+        reporter.lines.clear()
+        report(reporter)
+        assert any("warning: no update in 10 s" in line for line in reporter.lines) == warned
+
+
+@pytest.mark.parametrize("counts, name", [(dict(blocked=4, waited=3, idle=5), "learner"), (dict(blocked=1, waited=3, idle=5), "environments"),
+                                          (dict(blocked=1, waited=3, idle=3), "inference")])  # fmt: skip
+def test_the_bottleneck_is_named(reporter, counts, name):
+    report(reporter, **counts)
+    assert f"bottleneck: {name}, lag" in reporter.lines[0]
