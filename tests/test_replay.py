@@ -411,7 +411,7 @@ def test_as_a_user_runs_it(run, tmp_path):
     assert found["replay/age_steps"][-1].value > 32
     assert all(one.value <= two.value for one, two in zip(found["replay/distance"], found["replay/distance_drawn"]))
     command = [sys.executable, str(ROOT / "evaluate.py"), str(tmp_path / "e"), "--episodes", "1", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "1 episodes, sampled actions" in done.stdout, done.stdout + done.stderr
 
 
