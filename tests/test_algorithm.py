@@ -291,9 +291,10 @@ def test_a_reset_forgets_a_state_that_is_not_finite(appo, rnn):
 
 
 def test_an_epoch_deals_out_every_rollout_once(appo):
-    """Four epochs of three batches, each from slots of its own, whose content it has. A single batch is dealt, too."""
+    """Four epochs of three batches, each from slots of its own, whose content it has; their age is that of when they were taken. A single
+    batch is dealt, too."""
     for parts in (3, 1):
-        args, agent = make_agent(appo, num_batches_per_epoch=parts, num_epochs=4)
+        args, agent = make_agent(appo, num_batches_per_epoch=parts, num_epochs=4, max_policy_lag=2)
         learner, batches, gather, slots = learner_of(appo, args, agent), [], appo.Learner.gather, np.random.default_rng(0).permutation(12)
         learner.gather = lambda slots, version: (slots, gather(learner, slots, version))
         learner.update = lambda batch, *last_epoch: batches.append(batch) or {}

@@ -145,7 +145,7 @@ BAD = {
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_input_gets_one_line(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--device", "cpu", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--device", "cpu", "--total-timesteps", "1", *flags.split()])
     assert appo_doom.main() == 2
     error = capsys.readouterr().err
     assert re.match(f"error: {BAD[flags]}", error) and error.count("\n") == 1
@@ -181,7 +181,7 @@ def test_an_experiment_stays_below_the_train_dir(name, tmp_path, monkeypatch, ca
 ])  # fmt: skip
 def test_bad_input_of_atari(flags, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["appo_atari.py", "--device", "cpu", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["appo_atari.py", "--device", "cpu", "--total-timesteps", "1", *flags.split()])
     assert appo_atari.main() == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {expected}") and error.count("\n") == 1 and not list(tmp_path.iterdir())

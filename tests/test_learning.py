@@ -9,7 +9,7 @@ def test_basic_is_learned(run):
 
     def returns(after: int) -> list[float]:
         """Those of the reports after so many steps."""
-        found = re.findall(r"step ([\d,]+): .* return (-?[\d.]+)", r.text())
+        found = re.findall(r"step ([\d,]+): return (-?[\d.]+)", r.text())
         return [float(value) for step, value in found if int(step.replace(",", "")) > after]
 
     # The first episodes that end are the lucky ones: their mean says nothing
