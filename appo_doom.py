@@ -1328,7 +1328,7 @@ class Actors:
         self.actors[worker].join(5)
         how = f"died (exit code {self.actors[worker].exitcode})"
         if self.actors[worker].exitcode == -signal.SIGALRM:
-            how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
+            how = "hung (its stack is above)"
         self.deaths += 1
         self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
         if self.short_lives[worker] == 3:

@@ -1655,7 +1655,7 @@ class Workers:
     def replace(self, worker: int) -> None:
         how = f"died (exit code {self.actors[worker].exitcode})"
         if self.actors[worker].exitcode == -signal.SIGALRM:
-            how = f"hung for {self.args.actor_timeout:.0f} s (its stack is above)"
+            how = "hung (its stack is above)"
         if self.args.sync and self.args.num_policies > 1:  # some may have served its last request, and some not
             raise UserError(f"actor {worker} {how}; with --sync several policies end with it")
         self.deaths += 1

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import importlib
 import io
-import itertools
 import json
 import os
 import re

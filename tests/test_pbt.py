@@ -409,7 +409,7 @@ def test_a_hang_is_ended_and_waiting_is_none(counting, tmp_path, capfd):
             pipeline.take(0), pipeline.take(1)
         for _ in range(3):
             pipeline.take(0), pipeline.take(1)
-    assert pipeline.log == ["actor 0 hung for 1 s (its stack is above); starting another"]
+    assert pipeline.log == ["actor 0 hung (its stack is above); starting another"]
     assert re.search(r'File ".*pbt_hanging.py", line \d+ in step', capfd.readouterr().err)
 
 
@@ -561,8 +561,8 @@ def test_a_worker_that_cannot_be_kept_alive_ends_the_run():
     workers.check()
     workers.requested[0] = 999
     workers.check(), workers.check()
-    assert workers.deaths == 5 == log.count("actor 0 hung for 120 s (its stack is above); starting another")
-    with pytest.raises(appo.UserError, match=r"actor 0 hung for 120 s \(its stack is above\), for the third time in a row"):
+    assert workers.deaths == 5 == log.count("actor 0 hung (its stack is above); starting another")
+    with pytest.raises(appo.UserError, match=r"actor 0 hung \(its stack is above\), for the third time in a row"):
         workers.check()
 
 

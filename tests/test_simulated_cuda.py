@@ -130,7 +130,6 @@ def test_a_missing_synchronisation_is_found(play, tmp_path, mutant):
 def order(appo, ahead: int, until_report: bool) -> None:
     """The real `train`, with its two threads. Random numbers come in the place of games."""
     import simulated_cuda as cuda
-    import torch
 
     class Actors:
         """In their place. A group that has got its actions may have stepped whenever inference looks, and asks for more."""
