@@ -163,7 +163,7 @@ def test_every_task_has_a_network(task):
 
 def test_batches_that_one_game_cannot_fill(run):
     """Four batches of a rollout of every row: one sentence says that one row is too few. Many small ones: a warning says what lag leaves out."""
-    with pytest.raises(UserError, match="1 rows are not divisible by --num-batches-per-epoch 4"):
+    with pytest.raises(UserError, match="needs one rollout of every row: 4 batches"):
         appo.resolve(Args(num_workers=0, num_envs_per_worker=1, device="cpu"))
     with pytest.raises(UserError, match="--sync needs one rollout of every row"):
         appo.resolve(Args(num_workers=0, num_envs_per_worker=1, device="cpu", batch_size=32))
