@@ -1093,7 +1093,7 @@ class Learner:
         on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
         rnn_state = r.rnn_state.index_select(0, d_slots)
         first, lag = r.first[:, slots], version - r.versions[:, slots]
-        restarts = [0] + [t for t in range(1, len(first)) if first[t].any()]  # here without asking the device
+        restarts = [0, *(np.flatnonzero(first[1:].any(1)) + 1).tolist()]  # here without asking the device
         mask = ~first[1:] & (lag < self.args.max_policy_lag)
         host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
         moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
