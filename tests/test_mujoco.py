@@ -165,7 +165,7 @@ def test_batches_that_one_game_cannot_fill(run):
     """Four batches of a rollout of every row: one sentence says that one row is too few. Many small ones: a warning says what lag leaves out."""
     with pytest.raises(UserError, match="needs one rollout of every row: 4 batches"):
         appo.resolve(Args(num_workers=0, num_envs_per_worker=1, device="cpu"))
-    with pytest.raises(UserError, match="--sync needs one rollout of every row"):
+    with pytest.raises(UserError, match="needs one rollout of every row: 4 batches of 32"):
         appo.resolve(Args(num_workers=0, num_envs_per_worker=1, device="cpu", batch_size=32))
     r = run("--batch-size", "32", "--num-workers", "2", "--total-timesteps", "1000", "--device", "cpu", script=SCRIPT)
     assert r.wait(90) == 0 and "warning: samples with a lag of 100 (--max-policy-lag) are not learned from" in r.text()
