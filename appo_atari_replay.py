@@ -1588,8 +1588,8 @@ def resolve(args: Args) -> Args:
     fresh, replayed = parts_of_iteration(args)
     if args.sync and fresh != rows:
         raise UserError(f"--sync (which --num-workers 0 implies) needs a fresh rollout of every row: {batches} batches "
-                        f"of {args.batch_size} samples have {fresh} of these, not {rows}; --batch-size None is the one "
-                        "that fits, where --num-batches-per-epoch divides the rows")  # fmt: skip
+                        f"of {args.batch_size} samples have {fresh} of these, not {rows}; --batch-size None finds the "
+                        "size, if --num-batches-per-epoch divides the rows")  # fmt: skip
     if args.replay_share and not (fresh and 0 < replayed <= args.replay_rollouts):
         raise UserError(f"--replay-share {args.replay_share} makes {fresh} fresh and {replayed} replayed rollouts an "
                         f"iteration: some of each are needed, and no more than --replay-rollouts {args.replay_rollouts}"

@@ -1380,8 +1380,8 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
     if args.sync and batches * args.batch_size != rows * args.rollout:
         raise UserError(f"--sync (which --num-workers 0 implies) needs one rollout of every row: {batches} batches of "
-                        f"{args.batch_size} samples are not {rows} rows x {args.rollout} steps; --batch-size None is "
-                        "the one that fits, where --num-batches-per-epoch divides the rows")  # fmt: skip
+                        f"{args.batch_size} samples are not {rows} rows x {args.rollout} steps; --batch-size None "
+                        "finds the size, if --num-batches-per-epoch divides the rows")  # fmt: skip
     return args
 
 
