@@ -131,7 +131,7 @@ BAD = {
     "--learning-rate -1": r"--learning-rate -1.0 is out of range",
     "--cfg-path nowhere.cfg": r"--cfg-path nowhere.cfg",
     "--sync --num-workers 2 --batch-size 1056": r"--sync .*needs one rollout of every row: 1 batches of 1056 samples are not 32 rows x 32 steps",
-    "--sync --num-workers 2 --num-batches-per-epoch 5": r"--sync .*: 5 batches of 192 samples .*where --num-batches-per-epoch divides the rows",
+    "--sync --num-workers 2 --num-batches-per-epoch 5": r"--sync .*: 5 batches of 192 samples .*if --num-batches-per-epoch divides the rows",
     "--num-workers 0 --num-batches-per-epoch 17": r"--sync \(which --num-workers 0 implies\) .*: 17 batches of 32 samples are not 16 rows x 32 steps",
     "--sync --num-workers 2 --batch-size 2048": r"--sync .*needs one rollout of every row",
     "--batch-size 100000000": r"[\d,]+ slots of rollouts need [\d,]+ MiB of [\d,]+ that are free",
