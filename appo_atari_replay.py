@@ -859,7 +859,8 @@ def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox
     dies of is on stderr: an exception, a crash in a library, or, if the timer runs out, where it was."""
     seconds = 0.0  # no timer
     if args.num_workers:  # else it is a thread of the main process, which may be in a debugger
-        seconds = args.actor_timeout
+        if args.actor_timeout:
+            seconds = args.actor_timeout + worker / 10  # actors that hang together: one stack after another
         faulthandler.enable()
         faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
         os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open

@@ -1199,7 +1199,9 @@ def actor(core: int | None, args: Args, worker: int, seed: int, table: np.ndarra
     written. A byte that it reads says that their actions are. The end of any pipe is the end of the run, of the main
     process or of that policy. What it dies of is on stderr: an exception, a crash in a library, or, if the timer runs
     out, where it was."""
-    seconds = args.actor_timeout
+    seconds = 0.0  # no timer
+    if args.actor_timeout:
+        seconds = args.actor_timeout + worker / 10  # actors that hang together: one stack after another
     faulthandler.enable()
     faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
     for pipe in pipes:
