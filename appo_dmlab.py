@@ -89,7 +89,6 @@ import threading
 import time
 import traceback
 import zipfile
-import zlib
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -203,7 +202,7 @@ class UserError(Exception):
 
 # === Environment ======================================================================================================
 
-ENGINE, TICKS_PER_SECOND = "deepmind_lab", 60
+TICKS_PER_SECOND = 60
 ENV_SHARED_MEMORY = 0  # bytes of /dev/shm that an environment takes
 IMAGE = (72, 96, 3)  # height, width, RGB
 DISK_RESERVE = 2 * 2**30  # bytes that the level cache leaves free, for checkpoints
@@ -676,8 +675,6 @@ class Mailbox:
         self.maps = torch.zeros(rows, 3)
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        # of no row: checksum of the traceback that an actor printed last; others that die of the same do not repeat it
-        self.printed = torch.zeros(1, dtype=torch.int64)
 
     def arrays(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
@@ -839,31 +836,15 @@ class PopArt(nn.Module):
         self.count.copy_(total.clamp(max=self.MEMORY))
 
 
-class Agent(nn.Module):
-    """The network of IMPALA (Espeholt et al. 2018, figure 3). `impala`: three stages of a convolution, a pool and two
-    residual blocks with 16, 32, 32 channels; `convnet`: convolutions 16/8/4 and 32/4/2 (channels, kernel, stride). Then
-    a layer of `hidden_size`, joined by what an LSTM of 64 makes of the instruction's words (embeddings of 20), and by
-    the last action and reward as they are; a recurrent core, logits, and one value for each task. ReLU. The residual
-    convolutions start as PyTorch's do.
+class ImageEncoder(nn.Module):
+    """That of IMPALA (Espeholt et al. 2018, figure 3). `impala`: three stages of a convolution, a pool and two residual
+    blocks with 16, 32, 32 channels, which start as PyTorch's do; `convnet`: convolutions 16/8/4 and 32/4/2 (channels,
+    kernel, stride). Then a layer of `hidden_size`. ReLU."""
 
-    For another input edit the environment's observation, `__init__` and `encode`. A network of your own has these two
-    arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `critic` (a
-    PopArt), `forward` and `update_normalizers`; each parameter has a gradient, buffers are updated in place, and
-    nothing depends on `train()`. The flags of this one: normalize_input, encoder, last_action_reward, rnn_type,
-    hidden_size, precision.
-    """
-
-    def __init__(self, spaces: Spaces, args: Args):
-        """Raises UserError for observations that it cannot see."""
+    def __init__(self, space: gym.spaces.Box, args: Args):
         super().__init__()
-        self.heads, self.rnn_type = spaces.heads, args.rnn_type
         self.bfloat16 = args.precision == "bfloat16"
-        image, last = spaces.obs.get("obs"), spaces.obs.get("last_action_reward")
-        seen = image is not None and image.dtype == np.uint8 and len(image.shape) == 3
-        if not seen or spaces.obs.keys() - {"last_action_reward"} != {"obs", "words", "task"}:
-            raise UserError(f"this network sees a uint8 image `obs`, `words` and a number `task`, not {spaces.obs}")
-        self.normalizers = nn.ModuleDict({"obs": Normalizer(image.shape, unit=255.0)})
-        height, width, channels = image.shape
+        height, width, channels = space.shape
         if args.encoder == "impala":
             layers, before = [], channels
             for now in (16, 32, 32):
@@ -878,11 +859,63 @@ class Agent(nn.Module):
             ]  # fmt: skip
         self.conv = nn.Sequential(*layers)
         with torch.no_grad():
-            conv_size = self.conv(torch.zeros(1, channels, height, width)).numel()
-        self.fc = init_layer(nn.Linear(conv_size, args.hidden_size))
+            size = self.conv(torch.zeros(1, channels, height, width)).numel()
+        self.fc = init_layer(nn.Linear(size, args.hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x float32 [N, height, width, channels] -> float32 [N, hidden_size]"""
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
+            x = self.conv(x.permute(0, 3, 1, 2))
+            # flatten in the order of memory (height, width, channel): a view instead of a copy
+            x = F.relu(self.fc(x.permute(0, 2, 3, 1).flatten(1)), inplace=True)
+        return x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
+
+
+class Agent(nn.Module):
+    """An `ImageEncoder` for each image and two layers of 128 for all vectors, joined by what an LSTM of 64 makes of the
+    instruction's words (embeddings of 20), and by the last action and reward as they are; then a recurrent core, then
+    logits and one value for each task.
+
+    All images and vectors that the environment's space and observation have are inputs. A network of your own has these
+    two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `critic` (a
+    PopArt), `forward` and `update_normalizers`; each parameter has a gradient, buffers are updated in place, and
+    nothing depends on `train()`. The flags of this one: normalize_input, encoder, last_action_reward, rnn_type,
+    hidden_size, precision.
+    """
+
+    def __init__(self, spaces: Spaces, args: Args):
+        """Raises UserError for observations that it cannot see."""
+        super().__init__()
+        self.heads, self.rnn_type = spaces.heads, args.rnn_type
+        last = spaces.obs.get("last_action_reward")
+        if not {"words", "task"} <= spaces.obs.keys():
+            raise UserError(f"this network needs `words` and a number `task`, too; not only {spaces.obs}")
+        self.normalizers, self.images, self.vectors = nn.ModuleDict(), nn.ModuleDict(), []
+        vector_size = 0
+        for name, space in spaces.obs.items():
+            if name in ("words", "task", "last_action_reward"):
+                continue
+            image = space.dtype == np.uint8
+            if image and len(space.shape) == 3 and min(space.shape[:2]) >= 36:
+                self.images[name] = ImageEncoder(space, args)
+            elif not image and len(space.shape) == 1:
+                self.vectors.append(name)
+                vector_size += space.shape[0]
+            else:
+                raise UserError("this network sees images, uint8 [height, width, channels] of at least 36 x 36, and "
+                                f"vectors of other types; not {name}: {space}")  # fmt: skip
+            if image or args.normalize_input:
+                self.normalizers[name] = Normalizer(space.shape, unit=255.0 if image else 1.0)
+        core_input = len(self.images) * args.hidden_size
+        if self.vectors:
+            self.vector_fc = nn.Sequential(
+                init_layer(nn.Linear(vector_size, 128)), nn.ELU(inplace=True),
+                init_layer(nn.Linear(128, 128)), nn.ELU(inplace=True),
+            )  # fmt: skip
+            core_input += 128
         self.embedding = nn.Embedding(VOCABULARY, 20, padding_idx=0)
         self.reader = nn.LSTM(20, 64, batch_first=True)
-        core_input = args.hidden_size + 64 + (last.shape[0] if last else 0)
+        core_input += 64 + (last.shape[0] if last else 0)
         self.state_size = {"gru": 1, "lstm": 2, "none": 0}[args.rnn_type] * args.hidden_size
         if args.rnn_type != "none":
             self.core = (nn.GRU if args.rnn_type == "gru" else nn.LSTM)(core_input, args.hidden_size)
@@ -902,13 +935,12 @@ class Agent(nn.Module):
     def encode(self, obs: dict[str, torch.Tensor]) -> torch.Tensor:
         """obs by name [N, ...], as in the space -> float32 [N, features]"""
         instruction = self.read(obs["words"])  # first: `unique` waits for the device, while little is queued
-        x = self.normalizers["obs"](obs["obs"]).permute(0, 3, 1, 2)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
-            # flatten in the order of memory (height, width, channel): a view instead of a copy
-            x = F.relu(self.fc(self.conv(x).permute(0, 2, 3, 1).flatten(1)), inplace=True)
-        x = x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
+        obs = {name: self.normalizers[name](x) if name in self.normalizers else x for name, x in obs.items()}
+        features = [encoder(obs[name]) for name, encoder in self.images.items()]
+        if self.vectors:
+            features.append(self.vector_fc(torch.cat([obs[name].float() for name in self.vectors], dim=-1)))
         last = [obs["last_action_reward"]] if "last_action_reward" in obs else []
-        return torch.cat([x, instruction, *last], dim=-1)
+        return torch.cat([*features, instruction, *last], dim=-1)
 
     def forward(self, obs, first, state, restarts=None):
         """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; restarts: 0 and the
@@ -1015,7 +1047,7 @@ class Batch(NamedTuple):
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """x [..., T, B], mask bool [T, B] -> [...]: the mean over the samples in the mask (NaN where there is none)."""
+    """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples that have a 1 (NaN: none has)."""
     return (x * mask).sum((-2, -1)) / mask.sum()
 
 
@@ -1037,7 +1069,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     unit = agent.critic.std[task]
     advantages = advantages / unit  # so that no task drowns the others; the value loss does the same (PopArt)
 
-    mean = functools.partial(masked_mean, mask=batch.mask)
+    mean = functools.partial(masked_mean, mask=batch.mask.float())  # converted once: bool x float is slow
     advantages = advantages - mean(advantages)
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
@@ -1115,6 +1147,8 @@ class WorkerEnvs:
         raw_reward = info.get("raw_reward", reward)
         if raw_reward.dtype.kind != "f":  # Gymnasium gives those of all environments the type of the first one's
             raise TypeError(f"raw_reward must be a float, not {raw_reward.dtype}")
+        if not np.isfinite(reward).all():
+            raise ValueError(f"a reward is not finite: {reward}")
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
         if self.args.last_action_reward:
@@ -1137,23 +1171,27 @@ class WorkerEnvs:
             envs.close()
 
 
+DIED = b"\xff"  # instead of the number of a split: what follows is the traceback of what an actor dies of
+
+
 def read_splits(pipe) -> bytes:
     """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
     try:
-        return os.read(pipe.fileno(), 256)
+        return os.read(pipe.fileno(), 4096)
     except ConnectionResetError:  # closed with a byte of ours unread
         return b""
 
 
-def write_split(pipe, split: int) -> None:
+def write_splits(pipe, splits: bytes) -> None:
     with contextlib.suppress(OSError):  # the other end is closed, as the next read will say
-        os.write(pipe.fileno(), bytes([split]))
+        os.write(pipe.fileno(), splits)
 
 
 def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
     """An actor. A byte that it writes to its pipe says that the rows of that split are written. A byte that it reads
-    says that the actions of that split are. The end of the pipe is the end of the run, or of the main process. What it
-    dies of is on stderr: an exception, a crash in a library, or, if the timer runs out, where it was."""
+    says that the actions of that split are. The end of the pipe is the end of the run, or of the main process. If it
+    dies of an exception, it sends the traceback. Where a library crashed, or hung until the timer ran out, it writes to
+    stderr."""
     seconds = 0.0  # no timer
     if args.num_workers:  # else it is a thread of the main process, which may be in a debugger
         if args.actor_timeout:
@@ -1174,20 +1212,17 @@ def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox
                 timer(seconds * envs.n)
                 envs.reset(split)
                 timer(0)
-                write_split(pipe, split)  # from here on its rows belong to inference, until a reply names it
+                write_splits(pipe, bytes([split]))  # from here on its rows belong to inference, until a reply names it
             while splits := read_splits(pipe):
                 for split in splits:
                     timer(seconds)
                     envs.step(split)
                     timer(0)  # waiting for actions is no hang
-                    write_split(pipe, split)
+                    write_splits(pipe, bytes([split]))
             timer(seconds)
             envs.close()
         except BaseException:  # sys.exit() in an environment, too
-            text = traceback.format_exc()
-            if mailbox.printed[0] != zlib.crc32(text.encode()):
-                mailbox.printed[0] = zlib.crc32(text.encode())
-                os.write(2, f"actor {worker}:\n{text}".encode())  # in one piece: not mixed with another actor's
+            write_splits(pipe, DIED + traceback.format_exc().encode())
             sys.exit(1)
 
 
@@ -1543,7 +1578,8 @@ class Actors:
         """Another `session` number gives the environments other seeds."""
         self.args, self.inference, self.session, self.log = args, inference, session, log
         self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        self.selector, self.deaths = selectors.DefaultSelector(), 0
+        self.selector, self.started, self.deaths = selectors.DefaultSelector(), False, 0
+        self.traceback = b""  # the one that was shown last
         self.selector.register(inference.bell, selectors.EVENT_READ)
         self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
         # of each worker: its actor, our end of its pipe, how often this actor has asked, how many died early in a row
@@ -1553,7 +1589,7 @@ class Actors:
 
     def start_all(self) -> None:
         """Returns when every environment has been started, or the user stops the run. Raises UserError."""
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "deepmind_lab"])
         # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
         # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
         multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
@@ -1567,6 +1603,7 @@ class Actors:
             while len(self.requests) * n < total and not STOP.asked_at:
                 self.wait(0.5)
                 bar.update(len(self.requests) * n - bar.n)
+        self.started = True
 
     def start(self, worker: int) -> None:
         args, allowed = self.args, sorted(os.sched_getaffinity(0))
@@ -1591,36 +1628,53 @@ class Actors:
             worker = key.data
             if worker is None:
                 os.eventfd_read(self.inference.bell)
-            elif splits := read_splits(key.fileobj):
-                self.requests += [worker * S + split for split in splits]
-                self.requested[worker] += len(splits)
-            else:
-                self.replace(worker)
+                continue
+            data = read_splits(key.fileobj)
+            splits, died, text = data.partition(DIED)
+            self.requests += [worker * S + split for split in splits]
+            self.requested[worker] += len(splits)
+            if died or not data:
+                self.replace(worker, text)
 
     def reply(self, groups: list[int]) -> None:
         """Gives the groups' rows back to their actors."""
         self.requests = [group for group in self.requests if group not in groups]
         for group in groups:
             worker, split = divmod(group, self.args.worker_num_splits)
-            write_split(self.pipes[worker], split)
+            write_splits(self.pipes[worker], bytes([split]))
 
-    def replace(self, worker: int) -> None:
-        """The actor has ended, and with its pipe all that it had asked for."""
+    def replace(self, worker: int, text: bytes) -> None:
+        """The actor has ended, and with its pipe all that it had asked for. text: how its traceback begins, if it sent
+        one. Raises UserError where another actor is not to be tried."""
+        pipe, actor = self.pipes[worker], self.actors[worker]
         self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
-        self.selector.unregister(self.pipes[worker])
-        self.pipes[worker].close()
-        if not self.args.num_workers:  # a thread is not replaced
-            raise UserError("the actor has ended; what it died of is above")
-        self.actors[worker].join(5)
-        self.actors[worker].kill()  # if it has closed its pipe, but lives
-        self.actors[worker].join(5)
-        how = f"died (exit code {self.actors[worker].exitcode})"
-        if self.actors[worker].exitcode == -signal.SIGALRM:
+        self.selector.unregister(pipe)
+        while rest := read_splits(pipe):
+            text += rest
+        pipe.close()
+        actor.join(5)
+        if self.args.num_workers and actor.is_alive():  # it has closed its pipe, but lives
+            actor.kill()
+            actor.join(5)
+        if text:
+            how = "died: " + text.decode().splitlines()[-1]
+            if text != self.traceback:  # actors that die of the same do not repeat it
+                self.traceback = text
+                self.log(f"actor {worker}:\n{text.decode().rstrip()}")
+        elif actor.exitcode == -signal.SIGALRM:
             how = "hung (its stack is above)"
+        elif actor.exitcode < 0:
+            how = f"died of {signal.Signals(-actor.exitcode).name}"
+        else:
+            how = f"ended (exit code {actor.exitcode})"
+        if not self.started:  # the user's to mend; another actor would end in the same way
+            raise UserError(f"while its environments started, actor {worker} {how}")
+        if not self.args.num_workers:  # a thread is not replaced
+            raise UserError(f"actor {worker} {how}")
         self.deaths += 1
         self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
         if self.short_lives[worker] == 3:
-            raise UserError(f"actor {worker} {how}, for the third time in a row")
+            raise UserError(f"for the third time in a row, actor {worker} {how}")
         self.log(f"actor {worker} {how}; starting another")
         self.start(worker)
 
@@ -1749,8 +1803,8 @@ AT_LEAST = {
         "inference_threads", "learner_threads", "batch_size", "num_batches_per_epoch", "num_epochs", "max_policy_lag",
         "hidden_size", "fill_level_cache"),
 }  # fmt: skip
-# A reply is one byte; appo_loss bounds the ratio by 20 before V-trace does; a timer cannot be set to infinity
-AT_MOST = dict(seed=2**31 - 1, worker_num_splits=256, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
+# A split is one byte, 255 says DIED; appo_loss bounds the ratio by 20 before V-trace does; no timer can be infinite
+AT_MOST = dict(seed=2**31 - 1, worker_num_splits=255, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
                vtrace_lambda=1)  # fmt: skip
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
 # Flags of one session, not of the experiment; and what a resumed run may not change
@@ -2036,10 +2090,9 @@ def train(typed: Args, folder: Path) -> int:
     # A resumed run starts from what was typed and resolves again, as it may be on another machine; but for the batch,
     # which decides what is learned, and with `sync` the workers, which decide the batch.
     kept = dict(batch_size=args.batch_size) | (dict(num_workers=args.num_workers) if args.sync else {})
-    names = ("torch", "numpy", "gymnasium", ENGINE)
-    software = {found.name: found.version for found in importlib.metadata.distributions() if found.name in names}
-    cfg = dict(file=os.path.abspath(__file__), args=asdict(typed) | kept, resolved=asdict(args), versions=software,
-               command=sys.argv)  # fmt: skip
+    packages = {found.name: found.version for found in importlib.metadata.distributions()}
+    cfg = dict(file=os.path.abspath(__file__), command=sys.argv, args=asdict(typed) | kept, resolved=asdict(args),
+               packages=packages)  # fmt: skip
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     B, steps = args.batch_size // args.rollout, args.total_timesteps

@@ -82,7 +82,6 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -179,7 +178,6 @@ class UserError(Exception):
 
 # === Environment ======================================================================================================
 
-ENGINE = "envpool"
 ENV_SHARED_MEMORY = 0  # bytes of /dev/shm that an environment takes
 TASKS = {task for task, (module, *_) in envpool.registration.registry.specs.items()
          if module in ("envpool.mujoco.gym", "envpool.mujoco.dmc")}  # fmt: skip
@@ -326,8 +324,6 @@ class Mailbox:
         self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now (a length of 0: none did)
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, *spaces.action.shape)  # what to do next, as sampled; WorkerEnvs clips it
-        # of no row: checksum of the traceback that an actor printed last; others that die of the same do not repeat it
-        self.printed = torch.zeros(1, dtype=torch.int64)
 
     def arrays(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
@@ -613,7 +609,7 @@ class Batch(NamedTuple):
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """x [..., T, B], mask bool [T, B] -> [...]: the mean over the samples in the mask (NaN where there is none)."""
+    """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples that have a 1 (NaN: none has)."""
     return (x * mask).sum((-2, -1)) / mask.sum()
 
 
@@ -631,7 +627,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
 
-    mean = functools.partial(masked_mean, mask=batch.mask)
+    mean = functools.partial(masked_mean, mask=batch.mask.float())  # converted once: bool x float is slow
     advantages = advantages - mean(advantages)
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
@@ -702,6 +698,8 @@ class WorkerEnvs:
         raw_reward = info.get("raw_reward", reward)
         if raw_reward.dtype.kind != "f":  # Gymnasium gives those of all environments the type of the first one's
             raise TypeError(f"raw_reward must be a float, not {raw_reward.dtype}")
+        if not np.isfinite(reward).all():
+            raise ValueError(f"a reward is not finite: {reward}")
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
         self.ended[split] = terminated | truncated
@@ -720,23 +718,27 @@ class WorkerEnvs:
             envs.close()
 
 
+DIED = b"\xff"  # instead of the number of a split: what follows is the traceback of what an actor dies of
+
+
 def read_splits(pipe) -> bytes:
     """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
     try:
-        return os.read(pipe.fileno(), 256)
+        return os.read(pipe.fileno(), 4096)
     except ConnectionResetError:  # closed with a byte of ours unread
         return b""
 
 
-def write_split(pipe, split: int) -> None:
+def write_splits(pipe, splits: bytes) -> None:
     with contextlib.suppress(OSError):  # the other end is closed, as the next read will say
-        os.write(pipe.fileno(), bytes([split]))
+        os.write(pipe.fileno(), splits)
 
 
 def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
     """An actor. A byte that it writes to its pipe says that the rows of that split are written. A byte that it reads
-    says that the actions of that split are. The end of the pipe is the end of the run, or of the main process. What it
-    dies of is on stderr: an exception, a crash in a library, or, if the timer runs out, where it was."""
+    says that the actions of that split are. The end of the pipe is the end of the run, or of the main process. If it
+    dies of an exception, it sends the traceback. Where a library crashed, or hung until the timer ran out, it writes to
+    stderr."""
     seconds = 0.0  # no timer
     if args.num_workers:  # else it is a thread of the main process, which may be in a debugger
         if args.actor_timeout:
@@ -757,20 +759,17 @@ def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox
                 timer(seconds * envs.n)
                 envs.reset(split)
                 timer(0)
-                write_split(pipe, split)  # from here on its rows belong to inference, until a reply names it
+                write_splits(pipe, bytes([split]))  # from here on its rows belong to inference, until a reply names it
             while splits := read_splits(pipe):
                 for split in splits:
                     timer(seconds)
                     envs.step(split)
                     timer(0)  # waiting for actions is no hang
-                    write_split(pipe, split)
+                    write_splits(pipe, bytes([split]))
             timer(seconds)
             envs.close()
         except BaseException:  # sys.exit() in an environment, too
-            text = traceback.format_exc()
-            if mailbox.printed[0] != zlib.crc32(text.encode()):
-                mailbox.printed[0] = zlib.crc32(text.encode())
-                os.write(2, f"actor {worker}:\n{text}".encode())  # in one piece: not mixed with another actor's
+            write_splits(pipe, DIED + traceback.format_exc().encode())
             sys.exit(1)
 
 
@@ -1121,7 +1120,8 @@ class Actors:
         """Another `session` number gives the environments other seeds."""
         self.args, self.inference, self.session, self.log = args, inference, session, log
         self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        self.selector, self.deaths = selectors.DefaultSelector(), 0
+        self.selector, self.started, self.deaths = selectors.DefaultSelector(), False, 0
+        self.traceback = b""  # the one that was shown last
         self.selector.register(inference.bell, selectors.EVENT_READ)
         self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
         # of each worker: its actor, our end of its pipe, how often this actor has asked, how many died early in a row
@@ -1131,7 +1131,7 @@ class Actors:
 
     def start_all(self) -> None:
         """Returns when every environment has been started, or the user stops the run. Raises UserError."""
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "envpool"])
         # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
         # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
         multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
@@ -1145,6 +1145,7 @@ class Actors:
             while len(self.requests) * n < total and not STOP.asked_at:
                 self.wait(0.5)
                 bar.update(len(self.requests) * n - bar.n)
+        self.started = True
 
     def start(self, worker: int) -> None:
         args, allowed = self.args, sorted(os.sched_getaffinity(0))
@@ -1169,36 +1170,53 @@ class Actors:
             worker = key.data
             if worker is None:
                 os.eventfd_read(self.inference.bell)
-            elif splits := read_splits(key.fileobj):
-                self.requests += [worker * S + split for split in splits]
-                self.requested[worker] += len(splits)
-            else:
-                self.replace(worker)
+                continue
+            data = read_splits(key.fileobj)
+            splits, died, text = data.partition(DIED)
+            self.requests += [worker * S + split for split in splits]
+            self.requested[worker] += len(splits)
+            if died or not data:
+                self.replace(worker, text)
 
     def reply(self, groups: list[int]) -> None:
         """Gives the groups' rows back to their actors."""
         self.requests = [group for group in self.requests if group not in groups]
         for group in groups:
             worker, split = divmod(group, self.args.worker_num_splits)
-            write_split(self.pipes[worker], split)
+            write_splits(self.pipes[worker], bytes([split]))
 
-    def replace(self, worker: int) -> None:
-        """The actor has ended, and with its pipe all that it had asked for."""
+    def replace(self, worker: int, text: bytes) -> None:
+        """The actor has ended, and with its pipe all that it had asked for. text: how its traceback begins, if it sent
+        one. Raises UserError where another actor is not to be tried."""
+        pipe, actor = self.pipes[worker], self.actors[worker]
         self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
-        self.selector.unregister(self.pipes[worker])
-        self.pipes[worker].close()
-        if not self.args.num_workers:  # a thread is not replaced
-            raise UserError("the actor has ended; what it died of is above")
-        self.actors[worker].join(5)
-        self.actors[worker].kill()  # if it has closed its pipe, but lives
-        self.actors[worker].join(5)
-        how = f"died (exit code {self.actors[worker].exitcode})"
-        if self.actors[worker].exitcode == -signal.SIGALRM:
+        self.selector.unregister(pipe)
+        while rest := read_splits(pipe):
+            text += rest
+        pipe.close()
+        actor.join(5)
+        if self.args.num_workers and actor.is_alive():  # it has closed its pipe, but lives
+            actor.kill()
+            actor.join(5)
+        if text:
+            how = "died: " + text.decode().splitlines()[-1]
+            if text != self.traceback:  # actors that die of the same do not repeat it
+                self.traceback = text
+                self.log(f"actor {worker}:\n{text.decode().rstrip()}")
+        elif actor.exitcode == -signal.SIGALRM:
             how = "hung (its stack is above)"
+        elif actor.exitcode < 0:
+            how = f"died of {signal.Signals(-actor.exitcode).name}"
+        else:
+            how = f"ended (exit code {actor.exitcode})"
+        if not self.started:  # the user's to mend; another actor would end in the same way
+            raise UserError(f"while its environments started, actor {worker} {how}")
+        if not self.args.num_workers:  # a thread is not replaced
+            raise UserError(f"actor {worker} {how}")
         self.deaths += 1
         self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
         if self.short_lives[worker] == 3:
-            raise UserError(f"actor {worker} {how}, for the third time in a row")
+            raise UserError(f"for the third time in a row, actor {worker} {how}")
         self.log(f"actor {worker} {how}; starting another")
         self.start(worker)
 
@@ -1328,8 +1346,8 @@ AT_LEAST = {
         "hidden_size"),
     1e-4: ("initial_stddev",),
 }  # fmt: skip
-# A reply is one byte; appo_loss bounds the ratio by 20 before V-trace does; a timer cannot be set to infinity
-AT_MOST = dict(seed=2**31 - 1, worker_num_splits=256, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
+# A split is one byte, 255 says DIED; appo_loss bounds the ratio by 20 before V-trace does; no timer can be infinite
+AT_MOST = dict(seed=2**31 - 1, worker_num_splits=255, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
                vtrace_lambda=1)  # fmt: skip
 BATCH_SHARE, SMALLEST_BATCH = 4, 512  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
 # Flags of one session, not of the experiment; and what a resumed run may not change
@@ -1570,10 +1588,9 @@ def train(typed: Args, folder: Path) -> int:
     # A resumed run starts from what was typed and resolves again, as it may be on another machine; but for the batch,
     # which decides what is learned, and with `sync` the workers, which decide the batch.
     kept = dict(batch_size=args.batch_size) | (dict(num_workers=args.num_workers) if args.sync else {})
-    names = ("torch", "numpy", "gymnasium", ENGINE)
-    software = {found.name: found.version for found in importlib.metadata.distributions() if found.name in names}
-    cfg = dict(file=os.path.abspath(__file__), args=asdict(typed) | kept, resolved=asdict(args), versions=software,
-               command=sys.argv)  # fmt: skip
+    packages = {found.name: found.version for found in importlib.metadata.distributions()}
+    cfg = dict(file=os.path.abspath(__file__), command=sys.argv, args=asdict(typed) | kept, resolved=asdict(args),
+               packages=packages)  # fmt: skip
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     B, steps = args.batch_size // args.rollout, args.total_timesteps

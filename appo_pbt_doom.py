@@ -224,7 +224,7 @@ class UserError(Exception):
 
 # === Environment ======================================================================================================
 
-ENGINE, TICKS_PER_SECOND = "vizdoom", 35
+TICKS_PER_SECOND = 35
 ENV_SHARED_MEMORY = 3 * 2**20  # bytes; an engine's file is 10 MiB but sparse: at 160x120 at most 2.8 MiB are used
 SCREEN = (120, 160, 3)  # what the engine renders: height, width, RGB. Sample Factory's 160x120
 IMAGE = (72, 128, 3)  # what the agent sees, nearest neighbour: 3 of every 5 rows, 4 of every 5 columns
@@ -859,46 +859,65 @@ def init_layer(layer: nn.Module) -> nn.Module:
     return layer
 
 
-class Agent(nn.Module):
-    """The network of the Sample Factory paper: convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride), a layer
-    of `hidden_size`, joined by two layers of 128 for the vectors, then a recurrent core, then value and logits. ELU.
+class ImageEncoder(nn.Module):
+    """Convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride) and a layer of `hidden_size`, ELU: that of the
+    Sample Factory paper."""
 
-    Every vector that the environment's space and observation have is an input already; for another image or a text
-    edit `__init__` and `encode`, too. A network of your own has these two arguments, `heads` (of Spaces), `state_size`
-    (floats of recurrent state for each row; 0 for none), `forward` and `update_normalizers`; each parameter has a
-    gradient, buffers are updated in place, and nothing depends on `train()`. The flags of this one: normalize_input,
-    rnn_type, hidden_size, precision.
-    """
-
-    def __init__(self, spaces: Spaces, args: Args):
-        """Raises UserError for observations that it cannot see."""
+    def __init__(self, space: gym.spaces.Box, args: Args):
         super().__init__()
-        self.heads, self.rnn_type = spaces.heads, args.rnn_type
         self.bfloat16 = args.precision == "bfloat16"
-        self.normalizers = nn.ModuleDict({
-            name: Normalizer(space.shape, unit=255.0 if space.dtype == np.uint8 else 1.0)
-            for name, space in spaces.obs.items()
-            if space.dtype == np.uint8 or space.dtype.kind == "f" and args.normalize_input
-        })  # fmt: skip
-        image, self.vectors = spaces.obs.get("obs"), [name for name in spaces.obs if name != "obs"]
-        seen = image is not None and image.dtype == np.uint8 and len(image.shape) == 3 and min(image.shape[:2]) >= 36
-        if not seen or any(len(spaces.obs[name].shape) != 1 for name in self.vectors):
-            raise UserError("this network sees an image `obs`, uint8 [height, width, channels] of at least 36 x 36, "
-                            f"and vectors; not {spaces.obs}")  # fmt: skip
-        height, width, channels = image.shape
+        height, width, channels = space.shape
         self.conv = nn.Sequential(
             init_layer(nn.Conv2d(channels, 32, 8, 4)), nn.ELU(inplace=True),
             init_layer(nn.Conv2d(32, 64, 4, 2)), nn.ELU(inplace=True),
             init_layer(nn.Conv2d(64, 128, 3, 2)), nn.ELU(inplace=True),
         )  # fmt: skip
         with torch.no_grad():
-            conv_size = self.conv(torch.zeros(1, channels, height, width)).numel()
-        self.fc = init_layer(nn.Linear(conv_size, args.hidden_size))
-        core_input = args.hidden_size
+            size = self.conv(torch.zeros(1, channels, height, width)).numel()
+        self.fc = init_layer(nn.Linear(size, args.hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x float32 [N, height, width, channels] -> float32 [N, hidden_size]"""
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
+            x = self.conv(x.permute(0, 3, 1, 2))
+            # flatten in the order of memory (height, width, channel): a view instead of a copy
+            x = F.elu(self.fc(x.permute(0, 2, 3, 1).flatten(1)), inplace=True)
+        return x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
+
+
+class Agent(nn.Module):
+    """An `ImageEncoder` for each image and two layers of 128 for all vectors, joined, then a recurrent core, then value
+    and logits.
+
+    All images and vectors that the environment's space and observation have are inputs. A network of your own has these
+    two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `forward` and
+    `update_normalizers`; each parameter has a gradient, buffers are updated in place, and nothing depends on `train()`.
+    The flags of this one: normalize_input, rnn_type, hidden_size, precision.
+    """
+
+    def __init__(self, spaces: Spaces, args: Args):
+        """Raises UserError for observations that it cannot see."""
+        super().__init__()
+        self.heads, self.rnn_type = spaces.heads, args.rnn_type
+        self.normalizers, self.images, self.vectors = nn.ModuleDict(), nn.ModuleDict(), []
+        vector_size = 0
+        for name, space in spaces.obs.items():
+            image = space.dtype == np.uint8
+            if image and len(space.shape) == 3 and min(space.shape[:2]) >= 36:
+                self.images[name] = ImageEncoder(space, args)
+            elif not image and len(space.shape) == 1:
+                self.vectors.append(name)
+                vector_size += space.shape[0]
+            else:
+                raise UserError("this network sees images, uint8 [height, width, channels] of at least 36 x 36, and "
+                                f"vectors of other types; not {name}: {space}")  # fmt: skip
+            if image or args.normalize_input:
+                self.normalizers[name] = Normalizer(space.shape, unit=255.0 if image else 1.0)
+        core_input = len(self.images) * args.hidden_size
         if self.vectors:
             self.vector_fc = nn.Sequential(
-                init_layer(nn.Linear(sum(spaces.obs[name].shape[0] for name in self.vectors), 128)),
-                nn.ELU(inplace=True), init_layer(nn.Linear(128, 128)), nn.ELU(inplace=True),
+                init_layer(nn.Linear(vector_size, 128)), nn.ELU(inplace=True),
+                init_layer(nn.Linear(128, 128)), nn.ELU(inplace=True),
             )  # fmt: skip
             core_input += 128
         self.state_size = {"gru": 1, "lstm": 2, "none": 0}[args.rnn_type] * args.hidden_size
@@ -912,15 +931,10 @@ class Agent(nn.Module):
     def encode(self, obs: dict[str, torch.Tensor]) -> torch.Tensor:
         """obs by name [N, ...], as in the space -> float32 [N, features]"""
         obs = {name: self.normalizers[name](x) if name in self.normalizers else x for name, x in obs.items()}
-        x = obs["obs"].permute(0, 3, 1, 2)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
-            # flatten in the order of memory (height, width, channel): a view instead of a copy
-            x = F.elu(self.fc(self.conv(x).permute(0, 2, 3, 1).flatten(1)), inplace=True)
-        x = x.float()  # the core and the heads run in float32: the ratio pi/mu must be 1 at lag 0
+        features = [encoder(obs[name]) for name, encoder in self.images.items()]
         if self.vectors:
-            vector = torch.cat([obs[name].float() for name in self.vectors], dim=-1)
-            x = torch.cat([x, self.vector_fc(vector)], dim=-1)
-        return x
+            features.append(self.vector_fc(torch.cat([obs[name].float() for name in self.vectors], dim=-1)))
+        return torch.cat(features, dim=-1)
 
     def forward(self, obs, first, state, restarts=None):
         """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; restarts: 0 and the
@@ -1028,7 +1042,7 @@ class Batch(NamedTuple):
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """x [..., T, B], mask bool [T, B] -> [...]: the mean over the samples in the mask (NaN where there is none)."""
+    """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples that have a 1 (NaN: none has)."""
     return (x * mask).sum((-2, -1)) / mask.sum()
 
 
@@ -1046,7 +1060,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
 
-    mean = functools.partial(masked_mean, mask=batch.mask)
+    mean = functools.partial(masked_mean, mask=batch.mask.float())  # converted once: bool x float is slow
     advantages = advantages - mean(advantages)
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
@@ -1167,9 +1181,12 @@ class WorkerEnvs:
                 if agent not in observations:  # it left before the others' end; `first` makes these steps invalid
                     seat.write(None, first=True)
                     continue
-                info = infos[agent]
-                reward = np.clip(rewards[agent] * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
-                seat.totals += info.get("raw_reward", rewards[agent]), reward, 1
+                info, reward = infos[agent], rewards[agent]
+                raw_reward = info.get("raw_reward", reward)
+                if not np.isfinite(reward):
+                    raise ValueError(f"a reward is not finite: {reward}")
+                reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
+                seat.totals += raw_reward, reward, 1
                 ended = terminated[agent] or truncated[agent]
                 episode = [*seat.totals, *(info.get(name, 0.0) for name in SCORES)] if ended else 0.0
                 seat.write(observations[agent], reward, terminated[agent], False, info.get("inactive", False), episode)
@@ -1183,14 +1200,14 @@ class WorkerEnvs:
 def read_splits(pipe) -> bytes:
     """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
     try:
-        return os.read(pipe.fileno(), 256)
+        return os.read(pipe.fileno(), 4096)
     except ConnectionResetError:  # closed with a byte of ours unread
         return b""
 
 
-def write_split(pipe, split: int) -> None:
+def write_splits(pipe, splits: bytes) -> None:
     with contextlib.suppress(OSError):  # the other end is closed, as the next read will say
-        os.write(pipe.fileno(), bytes([split]))
+        os.write(pipe.fileno(), splits)
 
 
 def actor(core: int | None, args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list[Mailbox],
@@ -1217,7 +1234,7 @@ def actor(core: int | None, args: Args, worker: int, seed: int, table: np.ndarra
         missing[split] = len(pipes)
         requested[worker] += 1
         for pipe in pipes:
-            write_split(pipe, split)
+            write_splits(pipe, bytes([split]))
 
     with selectors.DefaultSelector() as replies:
         try:
@@ -1604,12 +1621,12 @@ class Workers:
         # of each worker: its actor, how many died early in a row, how often this actor has asked
         self.actors, self.short_lives = [None] * args.num_workers, [0] * args.num_workers
         self.requested = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
-        self.deaths = 0
+        self.started, self.deaths = False, 0
 
     def start_all(self) -> None:
         """Starts policies and actors. Returns when every environment has been started, or the user stops the run.
         Raises UserError."""
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINE])
+        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "vizdoom"])
         # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
         # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
         multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
@@ -1627,6 +1644,7 @@ class Workers:
                 self.check()
                 time.sleep(0.1)
                 bar.update(started * n - bar.n)
+        self.started = True
 
     def start(self, worker: int) -> None:
         args, S, allowed = self.args, self.args.worker_num_splits, sorted(os.sched_getaffinity(0))
@@ -1655,15 +1673,22 @@ class Workers:
                 self.replace(worker)
 
     def replace(self, worker: int) -> None:
-        how = f"died (exit code {self.actors[worker].exitcode})"
-        if self.actors[worker].exitcode == -signal.SIGALRM:
-            how = "hung (its stack is above)"
+        """The actor has ended. Raises UserError where another actor is not to be tried."""
+        actor = self.actors[worker]
+        if actor.exitcode == -signal.SIGALRM:
+            how = "hung (its stack is above; a map that is not in the WAD does that, too)"
+        elif actor.exitcode < 0:
+            how = f"died of {signal.Signals(-actor.exitcode).name}"
+        else:
+            how = f"ended (exit code {actor.exitcode})"
+        if not self.started:  # the user's to mend; another actor would end in the same way
+            raise UserError(f"while its environments started, actor {worker} {how}")
         if self.args.sync and self.args.num_policies > 1:  # some may have served its last request, and some not
             raise UserError(f"actor {worker} {how}; with --sync several policies end with it")
         self.deaths += 1
         self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
         if self.short_lives[worker] == 3:
-            raise UserError(f"actor {worker} {how}, for the third time in a row")
+            raise UserError(f"for the third time in a row, actor {worker} {how}")
         self.log(f"actor {worker} {how}; starting another")
         self.start(worker)
 
@@ -1707,7 +1732,7 @@ class Actors:
         self.requests = [group for group in self.requests if group not in groups]
         for group in groups:
             worker, split = divmod(group, self.args.worker_num_splits)
-            write_split(self.pipes[worker], split)
+            write_splits(self.pipes[worker], bytes([split]))
 
     def drop(self, worker: int) -> None:
         """The actor has ended, and with its pipe all that it had asked for."""
@@ -2090,9 +2115,9 @@ AT_LEAST = {
         "pbt_perturb_max"),
     2: ("keep_checkpoints",),  # a donor that saves meanwhile must not delete what its copy reads
 }  # fmt: skip
-# A reply is one byte; appo_loss bounds the ratio by 20 before V-trace does; a timer cannot be set to infinity;
+# A split is one byte; appo_loss bounds the ratio by 20 before V-trace does; no timer can be infinite;
 # a process can be given 256 file descriptors, and an actor needs a dozen for each policy
-AT_MOST = dict(seed=2**31 - 1, worker_num_splits=256, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
+AT_MOST = dict(seed=2**31 - 1, worker_num_splits=255, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
                vtrace_lambda=1, num_policies=16, pbt_replace_fraction=0.5, pbt_mutation_rate=1)  # fmt: skip
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
 # Flags of one session, not of the experiment; and what a resumed run may not change
@@ -2422,10 +2447,9 @@ def train(typed: Args, folder: Path) -> int:
     # A resumed run starts from what was typed and resolves again, as it may be on another machine; but for the batch,
     # which decides what is learned, and with `sync` the workers, which decide the batch.
     kept = dict(batch_size=args.batch_size) | (dict(num_workers=args.num_workers) if args.sync else {})
-    names = ("torch", "numpy", "gymnasium", ENGINE)
-    software = {found.name: found.version for found in importlib.metadata.distributions() if found.name in names}
-    cfg = dict(file=os.path.abspath(__file__), args=asdict(typed) | kept, resolved=asdict(args), versions=software,
-               command=sys.argv)  # fmt: skip
+    packages = {found.name: found.version for found in importlib.metadata.distributions()}
+    cfg = dict(file=os.path.abspath(__file__), command=sys.argv, args=asdict(typed) | kept, resolved=asdict(args),
+               packages=packages)  # fmt: skip
     (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     population.save()

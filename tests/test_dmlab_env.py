@@ -764,7 +764,7 @@ def test_an_engine_that_ends_its_process_is_replaced(run, tmp_path):
     """exit(1), as for a missing map; SIGABRT, as of an error in a callback of Lua."""
     r = run(*RUN, "--experiment", "e", "--total-timesteps", "3000", **with_stand_in(STAND_IN_END=str(tmp_path)))
     assert r.wait(120) == 0, r.text()
-    assert "died (exit code 1); starting another" in r.text() and "died (exit code -6); starting another" in r.text()
+    assert "ended (exit code 1); starting another" in r.text() and "died of SIGABRT; starting another" in r.text()
     assert "2 actors replaced" in r.text()
 
 
@@ -778,7 +778,7 @@ def test_filling_the_cache(run, tmp_path):
     r = run("--env-id", ",".join(["rooms_watermaze", *tasks]), "--fill-level-cache", "18", "--num-workers", "2",
             **with_stand_in(STAND_IN_END=str(tmp_path)))  # so many that two processes start a twelfth # fmt: skip
     assert r.wait(60) == 1 and "34 of 36 seeds: 34 new maps in" in r.text()
-    assert "died (exit code 1); starting another" in r.text() and "died (exit code -6); starting another" in r.text()
+    assert "ended (exit code 1); starting another" in r.text() and "died of SIGABRT; starting another" in r.text()
     folder = tmp_path / "level_cache"
     seeds = {task: appo.LevelCache.read(folder / f"{task}.seeds") for task in tasks}
     texts = [f"contributed/dmlab30/{task} {seed}" for task in tasks for seed in seeds[task]]

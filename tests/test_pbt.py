@@ -75,6 +75,9 @@ class Env:
 """
 
 
+HUNG = "hung (its stack is above; a map that is not in the WAD does that, too)"
+
+
 def spaces(image: tuple, vector: int, heads: tuple):
     """Of one image, and a vector of that length beside it, or none."""
     box = appo.gym.spaces.Box
@@ -292,7 +295,7 @@ def test_an_actor_that_dies_is_replaced_for_all_policies(counting):
                             seen[policy] |= {row} if row[0] in mine else set()
             for actors, pipe in zip(pipeline.actors, before):
                 assert actors.pipes[0] is not pipe and pipe.fileno() == -1, "the old one is closed"
-    assert pipeline.workers.deaths == 2 and pipeline.log == ["actor 0 died (exit code -9); starting another"] * 2
+    assert pipeline.workers.deaths == 2 and pipeline.log == ["actor 0 died of SIGKILL; starting another"] * 2
 
 
 @pytest.fixture
@@ -322,11 +325,11 @@ def test_the_pipe_of_a_new_actor_takes_the_place_of_the_old_ones(actors, seen_fi
     pipes = [new_actor(door, worker) for worker in (2, 1)]
     actors.wait(), actors.wait()
     for pipe, split in zip(pipes, (1, 0)):
-        appo.write_split(pipe, split)
+        appo.write_splits(pipe, bytes([split]))
         actors.wait()
     assert actors.requests == [5, 2], "group = worker x splits + split, in the order in which they came"
     old, other = pipes
-    appo.write_split(old, 0)
+    appo.write_splits(old, b"\0")
     if seen_first == "successor":
         new = new_actor(door, 2)
         actors.wait()
@@ -340,7 +343,7 @@ def test_the_pipe_of_a_new_actor_takes_the_place_of_the_old_ones(actors, seen_fi
         new = new_actor(door, 2)
         actors.wait()
     assert actors.requests == [2]
-    appo.write_split(new, 0)
+    appo.write_splits(new, b"\0")
     actors.wait()
     assert actors.requests == [2, 4]
     actors.reply([4, 2])
@@ -348,12 +351,12 @@ def test_the_pipe_of_a_new_actor_takes_the_place_of_the_old_ones(actors, seen_fi
     for _ in range(2):  # two more, one after the other, before the policy looks
         latest = new_actor(door, 2)
     actors.wait(), actors.wait()
-    appo.write_split(latest, 1)
+    appo.write_splits(latest, b"\1")
     actors.wait()
     assert actors.requests == [5] and appo.read_splits(new) == b""
     door.close()
     actors.wait(0)
-    appo.write_split(other, 1)
+    appo.write_splits(other, b"\1")
     actors.wait()
     assert actors.requests == [5, 3], "the end of the main process is seen once, and is the learner's affair"
 
@@ -377,7 +380,7 @@ def test_an_actor_waits_for_all_its_policies_and_ends_with_any(counting, monkeyp
             assert found == b"\0\1"
         for near, _ in (one, two):
             assert not near.setblocking(False)
-            counting.write_split(near, 1)
+            counting.write_splits(near, b"\1")
             if near is one[0]:
                 time.sleep(0.3)
                 assert requested.item() == 2, "the second policy has not answered"
@@ -409,7 +412,7 @@ def test_a_hang_is_ended_and_waiting_is_none(counting, tmp_path, capfd):
             pipeline.take(0), pipeline.take(1)
         for _ in range(3):
             pipeline.take(0), pipeline.take(1)
-    assert pipeline.log == ["actor 0 hung (its stack is above); starting another"]
+    assert pipeline.log == [f"actor 0 {HUNG}; starting another"]
     assert re.search(r'File ".*pbt_hanging.py", line \d+ in step', capfd.readouterr().err)
 
 
@@ -541,8 +544,17 @@ def dead_actor(code: int, requested: int, **settings):
     workers.args, workers.population, workers.log = appo.Args(**settings), SimpleNamespace(check=int), log.append
     workers.actors, workers.requested = [SimpleNamespace(is_alive=bool, exitcode=code)], np.array([requested])
     workers.short_lives = [0]
-    workers.deaths, workers.start = 0, log.append
+    workers.started, workers.deaths, workers.start = True, 0, log.append
     return workers, log
+
+
+@pytest.mark.parametrize("code, how", [(1, "ended (exit code 1)"), (-signal.SIGSEGV, "died of SIGSEGV"), (-signal.SIGALRM, HUNG)])
+def test_an_actor_that_ends_while_environments_start_ends_the_run(code, how):
+    workers, log = dead_actor(code, 0)
+    workers.started = False
+    with pytest.raises(appo.UserError, match=re.escape(f"while its environments started, actor 0 {how}")):
+        workers.check()
+    assert log == []
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -551,7 +563,7 @@ def test_an_actor_that_dies_ends_a_population_with_sync(sync):
     workers, log = dead_actor(1, 2000, sync=sync)
     with pytest.raises(appo.UserError, match="with --sync several policies end with it") if sync else contextlib.nullcontext():
         workers.check()
-    assert log == ([] if sync else ["actor 0 died (exit code 1); starting another", 0])
+    assert log == ([] if sync else ["actor 0 ended (exit code 1); starting another", 0])
 
 
 def test_a_worker_that_cannot_be_kept_alive_ends_the_run():
@@ -561,8 +573,8 @@ def test_a_worker_that_cannot_be_kept_alive_ends_the_run():
     workers.check()
     workers.requested[0] = 999
     workers.check(), workers.check()
-    assert workers.deaths == 5 == log.count("actor 0 hung (its stack is above); starting another")
-    with pytest.raises(appo.UserError, match=r"actor 0 hung \(its stack is above\), for the third time in a row"):
+    assert workers.deaths == 5 == log.count(f"actor 0 {HUNG}; starting another")
+    with pytest.raises(appo.UserError, match=re.escape(f"for the third time in a row, actor 0 {HUNG}")):
         workers.check()
 
 
@@ -834,6 +846,18 @@ def test_every_seat_is_shaped_as_its_policy_says(monkeypatch):
     assert told[6:] == [("player_0", 3), ("player_1", 1), "timer", "reset"]
 
 
+def test_a_reward_that_is_not_finite_is_an_error(counting):
+    args = counting.Args(num_workers=1)
+    mailboxes = [counting.Mailbox(counting.spaces_of(args)[0], 1, 0).arrays() for _ in range(2)]
+    envs = counting.WorkerEnvs(args, 0, np.array([[[0, 1]]]), mailboxes, 0)
+    envs.reset(0)
+    (((env, _),),) = envs.splits
+    seen, rewards, *others = env.step({agent: (0, 0) for agent in env.agents})
+    env.step = lambda actions: (seen, rewards | {env.agents[1]: np.nan}, *others)
+    with pytest.raises(ValueError, match="a reward is not finite: nan"):
+        envs.step(0)
+
+
 def test_what_a_match_says_of_a_player():
     """Reward, raw reward and whether it is inactive; and scores. In the place of the engine are its variables."""
     env, now = appo.DoomEnv("duel_bots", 4), dict(HEALTH=100, PLAYER_NUMBER=1, PLAYER_COUNT=3, DEATHCOUNT=2)
@@ -1047,7 +1071,7 @@ def test_an_actor_is_killed_and_then_a_policy(start, tmp_path):
     policies = children(r, "policy")
     assert len(policies) == 2
     os.kill(children(r, "actor")[0], signal.SIGKILL)
-    r.wait_for(lambda: re.search(r"actor [01] died \(exit code -9\); starting another", r.text()), 30, "the new actor")
+    r.wait_for(lambda: re.search("actor [01] died of SIGKILL; starting another", r.text()), 30, "the new actor")
     r.wait_for(lambda: len(r.engines()) == 8, 30, "its games")
     goes_on(r)
     os.kill(policies[0], signal.SIGKILL)
@@ -1062,7 +1086,7 @@ def test_an_engine_that_is_killed_costs_an_actor(start):
     r = start("--env-id", "basic")
     r.wait_for(lambda: len(r.engines()) == 8 and steps(r) > 0, 60, "the games")
     os.kill(r.engines()[0], signal.SIGKILL)
-    r.wait_for(lambda: re.search(r"actor [01] died \(exit code 1\); starting another", r.text()), 30, "the new actor")
+    r.wait_for(lambda: re.search(r"actor [01] ended \(exit code 1\); starting another", r.text()), 30, "the new actor")
     r.wait_for(lambda: len(r.engines()) == 8, 30, "its games")
     goes_on(r)
     os.kill(r.process.pid, signal.SIGKILL)
