@@ -549,10 +549,10 @@ class Agent(nn.Module):
     and logits.
 
     All images and vectors that the environment's space and observation have are inputs. A network of your own has these
-    two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `forward`, made
-    of `hidden`, whose result has `features` units, and of the heads `actor` and `critic`, and `update_normalizers`; each
-    parameter has a gradient, buffers are updated in place, and nothing depends on `train()`. The flags of this one:
-    normalize_input, rnn_type, hidden_size, precision.
+    two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `forward`,
+    made of `hidden`, whose result has `features` units, and of the heads `actor` and `critic`, and
+    `update_normalizers`; each parameter has a gradient, buffers are updated in place, and nothing depends on `train()`.
+    The flags of this one: normalize_input, rnn_type, hidden_size, precision.
     """
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -904,7 +904,7 @@ def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox
             timer(seconds)
             envs.close()
         except BaseException:  # sys.exit() in an environment, too
-            write_splits(pipe, DIED + traceback.format_exc().encode())
+            write_splits(pipe, DIED + traceback.format_exc().encode(errors="replace"))
             sys.exit(1)
 
 
@@ -1415,10 +1415,11 @@ class Actors:
             actor.kill()
             actor.join(5)
         if text:
-            how = "died: " + text.decode().splitlines()[-1]
+            lines = text.decode(errors="replace").rstrip()
+            how = "died: " + lines.splitlines()[-1]
             if text != self.traceback:  # actors that die of the same do not repeat it
                 self.traceback = text
-                self.log(f"actor {worker}:\n{text.decode().rstrip()}")
+                self.log(f"actor {worker}:\n{lines}")
         elif actor.exitcode == -signal.SIGALRM:
             how = "hung (its stack is above)"
         elif actor.exitcode < 0:

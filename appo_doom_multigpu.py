@@ -940,7 +940,7 @@ def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox
             timer(seconds)
             envs.close()
         except BaseException:  # sys.exit() in an environment, too
-            write_splits(pipe, DIED + traceback.format_exc().encode())
+            write_splits(pipe, DIED + traceback.format_exc().encode(errors="replace"))
             sys.exit(1)
 
 
@@ -1434,10 +1434,11 @@ class Actors:
             actor.kill()
             actor.join(5)
         if text:
-            how = "died: " + text.decode().splitlines()[-1]
+            lines = text.decode(errors="replace").rstrip()
+            how = "died: " + lines.splitlines()[-1]
             if text != self.traceback:  # actors that die of the same do not repeat it
                 self.traceback = text
-                self.log(f"actor {worker}:\n{text.decode().rstrip()}")
+                self.log(f"actor {worker}:\n{lines}")
         elif actor.exitcode == -signal.SIGALRM:
             how = "hung (its stack is above; a map that is not in the WAD does that, too)"
         elif actor.exitcode < 0:

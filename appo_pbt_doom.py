@@ -645,8 +645,8 @@ def make_env(args: Args):
 
     What it returns has PettingZoo's parallel API: `possible_agents`, `observation_space`, `action_space`, `reset` and
     `step` with dicts, `agents`, `render`, `close`. It must start nothing before `reset`. All agents have the same
-    spaces, with Discrete or MultiDiscrete actions. `Agent` sees one uint8 image [height, width, channels], at least
-    36 x 36, alone or as `obs` in a Dict beside float vectors. In an agent's info there may be `raw_reward`, a float
+    spaces, with Discrete or MultiDiscrete actions. `Agent` sees uint8 images [height, width, channels], at least
+    36 x 36, and float vectors: one alone, or several in a Dict. In an agent's info there may be `raw_reward`, a float
     that scores are sums of; `inactive`, True where its action does nothing; and at the end the SCORES. If `shaping_of`
     names coefficients, it has `set_shaping`. What needs no room in /dev/shm has ENV_SHARED_MEMORY 0.
     """

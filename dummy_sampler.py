@@ -11,6 +11,7 @@ mailbox, pipes and inference thread, with a policy that draws at random; it coun
 
 import functools
 import importlib
+import importlib.metadata
 import json
 import multiprocessing.connection
 import os
@@ -36,6 +37,7 @@ from tqdm import tqdm
 
 SWEEP = (1, 2, 4, 8, 16, 32, 64)  # environments per worker
 NULL_WORKERS = (2, 4, 8, 16, 32, 64)
+ENGINES = dict(doom="vizdoom", atari="envpool", dmlab="deepmind_lab", mujoco="envpool", pbt_doom="vizdoom")  # packages
 
 
 @dataclass
@@ -181,7 +183,7 @@ def rates(counter, windows: int, seconds: float, text: str, check) -> list[float
 def ceiling(options: Options, appo, args) -> dict:
     """Steps all environments at random; returns frames/s and reset time."""
     context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
-    context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", appo.ENGINE])
+    context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINES[options.family]])
     steps = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
     reset = torch.zeros(args.num_workers, dtype=torch.float64).share_memory_()
     barrier, start = context.Barrier(args.num_workers + 1), time.perf_counter()
@@ -348,8 +350,12 @@ def main() -> None:
         if options.sweep:
             print(f"best: {best['envs_per_worker']} environments per worker, {best['frames_per_second']:,} frames/s")
     if options.out:
-        engine = {appo.ENGINE: getattr(sys.modules.get(appo.ENGINE), "__version__", "unknown")}
-        content = dict(machine=machine() | engine, command=command(), env_id=args.env_id, frameskip=args.frameskip,
+        engine = ENGINES[options.family]
+        try:
+            version = importlib.metadata.version(engine)
+        except importlib.metadata.PackageNotFoundError:  # built from source, not by pip
+            version = "unknown"
+        content = dict(machine=machine() | {engine: version}, command=command(), env_id=args.env_id, frameskip=args.frameskip,
                        results=results)  # fmt: skip
         options.out.write_text(json.dumps(content, indent=2) + "\n")
 

@@ -64,7 +64,7 @@ def test_train_and_resume(run, tmp_path, monkeypatch, capsys, name, game, other,
     assert (
         cfg["args"]["batch_size"] == 64
         and cfg["resolved"]["precision"] == "float32"
-        and cfg["versions"]["torch"] == torch.__version__
+        and cfg["packages"]["torch"] == torch.__version__ and "vizdoom" in cfg["packages"]
     )
     found = scalars(tmp_path / "e")
     assert set(found) == TAGS, "the tags are those of the table"

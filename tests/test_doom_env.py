@@ -263,6 +263,19 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
     assert all(env.closed for envs in made[1:] for env in envs.envs)
 
 
+def games_of(Env, monkeypatch):
+    """A worker of two environments in one split, which have been reset."""
+
+    def make(args, num_envs):
+        return gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+
+    monkeypatch.setattr(appo_doom, "make_envs", make)
+    mailbox = appo_doom.Mailbox(appo_doom.Spaces(dict(obs=Env.observation_space), (3, 2)), 2)
+    games = appo_doom.WorkerEnvs(Args(num_workers=1, num_envs_per_worker=2, worker_num_splits=1), 0, mailbox.arrays(), 5)
+    games.reset(0)
+    return games
+
+
 @pytest.mark.parametrize("scores", [(1, 0.75), (True, 0.75), (1, 2)])
 def test_a_raw_reward_that_gymnasium_would_round_is_refused(scores, monkeypatch):
     """It gives those of all environments the type of the first one's."""
@@ -275,14 +288,25 @@ def test_a_raw_reward_that_gymnasium_would_round_is_refused(scores, monkeypatch)
         def step(self, action):
             return *super().step(action)[:4], {"raw_reward": self.score}
 
-    make = lambda args, num_envs: gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)  # noqa: E731
-    monkeypatch.setattr(appo_doom, "make_envs", make)
-    args = Args(num_workers=1, num_envs_per_worker=2, worker_num_splits=1)
-    mailbox = appo_doom.Mailbox(appo_doom.Spaces(dict(obs=Env.observation_space), (3, 2)), 2)
-    games = appo_doom.WorkerEnvs(args, 0, mailbox.arrays(), 5)
-    games.reset(0)
+    games = games_of(Env, monkeypatch)
     with pytest.raises(TypeError, match="raw_reward must be a float, not (int64|bool)"):
         games.step(0)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_reward_that_is_not_finite_is_refused(number, monkeypatch):
+    """In one of two environments. Clipping would make an infinite one a good one."""
+    rewards = [1.0, number]
+
+    class Env(Noise):
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return observation, rewards.pop(0), *rest
+
+    games = games_of(Env, monkeypatch)
+    with pytest.raises(ValueError, match=rf"a reward is not finite: \[ *1\. +{number}\]"):
+        games.step(0)
+    assert not games.mailbox.reward.any()
 
 
 def test_unknown_environment_names_the_nearest():
@@ -330,10 +354,11 @@ VECTOR = gym.spaces.Box(-1, 1, (4,), np.float32)
     (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Discrete(3)), "unsupported spaces"),
     (gym.spaces.Box(0, 1, (72, 128, 3), np.float32), "this network sees"),
     (gym.spaces.Box(0, 255, (72, 128), np.uint8), "this network sees"),
-    (VECTOR, "this network sees"),
-    (gym.spaces.Dict(image=IMAGE, vector=VECTOR), "this network sees"),
-    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (5, 5), np.float32)), "this network sees"),
-    (gym.spaces.Dict(obs=IMAGE, second=IMAGE), "this network sees"),
+    (VECTOR, ""),
+    (gym.spaces.Dict(image=IMAGE, vector=VECTOR), ""),
+    (gym.spaces.Dict(obs=IMAGE, second=gym.spaces.Box(0, 255, (36, 40, 1), np.uint8)), ""),
+    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (5, 5), np.float32)), "this network sees .* not vector: Box"),
+    (gym.spaces.Box(0, 255, (4,), np.uint8), "this network sees"),
     (gym.spaces.Box(0, 255, (72, 35, 3), np.uint8), "of at least 36 x 36"),
     (gym.spaces.Box(0, 255, (3, 72, 128), np.uint8), r"\[height, width, channels\]"),
 ])  # fmt: skip
@@ -364,6 +389,17 @@ def test_unsupported_spaces_are_refused_by_name(space, refused_by, monkeypatch):
         Env.action_space = action
         with pytest.raises(UserError, match="unsupported spaces"):
             made()
+
+
+def test_the_network_sees_all_images_and_vectors():
+    torch.manual_seed(0)
+    obs = dict(map=gym.spaces.Box(0, 255, (36, 40, 1), np.uint8), obs=IMAGE, a=VECTOR, b=gym.spaces.Box(-1, 1, (2,), np.float32))
+    spaces, first = appo_doom.Spaces(obs, (3,)), torch.zeros(1, 1, dtype=torch.bool)
+    agent = appo_doom.Agent(spaces, Args(hidden_size=16, rnn_type="none", precision="float32"))
+    blank = appo_doom.room_for(spaces, 1, 1)
+    logits = agent(blank, first, torch.zeros(1, 0))[0]
+    for name, x in blank.items():
+        assert not torch.allclose(agent(blank | {name: x + 1}, first, torch.zeros(1, 0))[0], logits, rtol=1e-4), name
 
 
 class Still(gym.Env):

@@ -1,5 +1,6 @@
 """dummy_sampler.py as a user runs it, shortly: it steps, counts, ends its games, and says what it did."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -56,6 +57,8 @@ def test_the_ceiling_of(family, unit, tmp_path):
     (found,) = content["results"]
     assert found["workers"] == 2 and found["envs_per_worker"] == 2 and len(found["windows"]) == 2
     assert found["frames_per_second"] > unit and content["command"].startswith("python dummy_sampler.py --family")
+    engine = dict(doom="vizdoom", atari="envpool")[family]
+    assert content["machine"][engine] == importlib.metadata.version(engine)
     assert 0 < found["reset_seconds"] < found["start_seconds"]
     assert f"{found['frames_per_second']:,} frames/s" in result.stdout
 

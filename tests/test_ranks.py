@@ -262,11 +262,12 @@ def test_a_killed_rank_ends_all_and_torchrun_starts_them_again(start):
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all(run, tmp_path):
-    line = "        return observation, reward, terminated"
-    broken = (line, f"        reward = float('nan') if self.tics > 200 and os.environ['RANK'] == '1' else reward\n{line}")
+    line = "        loss.backward()\n"
+    broken = (line, f"        loss = loss * (torch.nan if os.environ['RANK'] == '1' and self.version > 20 else 1.0)\n{line}")
     r = run(*SMALL, script=edited(tmp_path, "appo_broken", REPORTS, broken, source=SCRIPT), launcher=TWO)
     assert r.wait(60) == 1
-    assert r.text().count("error: the loss (nan) or its gradient is not finite") in (1, 2)  # torchrun may end the other before it has said so
+    said = re.findall(r"error: the loss \(.*\) or its gradient is not finite", r.text())  # torchrun may end the other before it has said so
+    assert len(said) in (1, 2), r.text()
     assert all(torch.isfinite(tensor).all() for tensor in checkpoint(r)["agent"].values()) and checkpoint(r)["version"] > 0
 
 
@@ -275,7 +276,7 @@ def test_an_actor_that_one_rank_cannot_keep_alive_ends_all_with_a_checkpoint(run
     broken = (line, f"        if self.tics > 200 and os.environ['RANK'] == '1': raise ValueError('no such monster')\n{line}")
     r = run(*SMALL, script=edited(tmp_path, "appo_broken", REPORTS, broken, source=SCRIPT), launcher=TWO)
     assert r.wait(60) == 1
-    assert "error: actor 0 died (exit code 1), for the third time in a row" in r.text() and checkpoint(r)["version"] > 0
+    assert "error: for the third time in a row, actor 0 died: ValueError: no such monster" in r.text() and checkpoint(r)["version"] > 0
 
 
 def two_machines(tmp_path, *flags: str, folders=("0", "1"), restarts: int = 0) -> list[Run]:
