@@ -11,18 +11,19 @@
 # ]
 # ///
 # appo_mujoco.py $Id$
-"""Asynchronous PPO with V-trace for continuous actions (MuJoCo, on EnvPool): the whole pipeline of Sample Factory and
-IMPALA in one file.
+"""Asynchronous PPO with V-trace for continuous actions, of MuJoCo on EnvPool or of any Gymnasium environment: the whole
+pipeline of Sample Factory / IMPALA in one file.
 
     python appo_mujoco.py --env-id HalfCheetah-v5
+    python appo_mujoco.py --env-id my_module:MyRobot-v0    # one of your own, which importing my_module registers
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
 On 2 cores of an AMD EPYC (Zen 5, no GPU) three million steps of HalfCheetah-v4 take 3.4 minutes, and the mean return is
 then 1,932; of Ant-v4 7.8 minutes, and it is 5,441 (three seeds each, 2026-11-26; benchmark/mujoco.sh learning).
 
-A deliberate edit of appo_atari.py. What differs: `MujocoEnvs` and `drawn_envs`, a small `Agent` whose policy is a
-Gaussian (`sample_actions`, `evaluate_actions`, `kl_divergence`), a penalty for leaving the policy that acted, values in
-units of their own (`PopArt`), no bfloat16, other defaults in `Args`, and what these need. All else is the same text.
+A deliberate edit of appo_gym.py. What differs: `MujocoEnvs`, frames beside steps, a small `Agent` whose policy is a
+Gaussian (`sample_actions`, `evaluate_actions`, `kl_divergence`), a penalty for leaving the policy that acted, no
+bfloat16, other defaults in `Args`, and what these need. All else is the same text.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+
@@ -88,7 +89,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-import envpool
 import gymnasium as gym
 import numpy as np
 import torch
@@ -96,6 +96,11 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import tyro
 from tqdm import tqdm
+
+try:
+    import envpool
+except ImportError:  # only its own tasks need it
+    envpool = None
 
 # === Args =============================================================================================================
 
@@ -107,8 +112,10 @@ Auto = Annotated[Value | None, tyro.conf.arg(help_behavior_hint="")]  # None: th
 @dataclass
 class Args:
     # --- run
-    env_id: str = "HalfCheetah-v5"  # of Gymnasium's MuJoCo or of dm_control; a wrong name is answered with the nearest
-    frameskip: Auto[int] = None  # ticks of the physics (frames) per step of the agent. Default: the task's own
+    env_id: str = "HalfCheetah-v5"
+    """a task of EnvPool (Gymnasium's MuJoCo and dm_control; the fastest), or any environment of Gymnasium with a Box of
+    actions by its name; of `module:name` that module, which registers it, is imported first"""
+    frameskip: Auto[int] = None  # ticks of the physics (frames) per step of the agent. Default: the task's own; 1
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 3_000_000  # stop after this many steps (frames / frameskip) of all sessions
     train_for_seconds: Auto[float] = None  # stop after this many seconds of learning in this session
@@ -179,20 +186,8 @@ class UserError(Exception):
 # === Environment ======================================================================================================
 
 ENV_SHARED_MEMORY = 0  # bytes of /dev/shm that an environment takes
-TASKS = {task for task, (module, *_) in envpool.registration.registry.specs.items()
+TASKS = {task for task, (module, *_) in (envpool.registration.registry.specs.items() if envpool else ())
          if module in ("envpool.mujoco.gym", "envpool.mujoco.dmc")}  # fmt: skip
-
-
-def spec_of(args: Args):
-    """EnvPool's description of the task. Raises UserError where it has none of that name."""
-    if args.env_id not in TASKS:
-        module, *_ = envpool.registration.registry.specs.get(args.env_id, ("",))
-        if module == "envpool.atari":
-            raise UserError(f"{args.env_id} is a game of Atari: appo_atari.py trains on it")
-        folded = {task.casefold(): task for task in TASKS}
-        near = difflib.get_close_matches(args.env_id.casefold(), folded, cutoff=0.3) or ["halfcheetah-v5"]
-        raise UserError(f"unknown --env-id {args.env_id}; did you mean {' or '.join(folded[name] for name in near)}?")
-    return envpool.make_spec(args.env_id)
 
 
 class MujocoEnvs(gym.vector.VectorEnv):
@@ -205,7 +200,7 @@ class MujocoEnvs(gym.vector.VectorEnv):
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
 
     def __init__(self, args: Args, num_envs: int):
-        spec = spec_of(args)
+        spec = envpool.make_spec(args.env_id)
         self.args, self.num_envs, self.pool = args, num_envs, None
         self.single_observation_space = gym.spaces.Dict({
             name: gym.spaces.Box(-np.inf, np.inf, (int(np.prod(part.shape)),), np.float32)
@@ -236,24 +231,38 @@ class MujocoEnvs(gym.vector.VectorEnv):
             self.pool = None
 
 
+def gymnasium_env(args: Args, **options) -> gym.Env:
+    """One environment of Gymnasium, its observation flattened to one vector; options are for gymnasium.make. Raises
+    UserError where there is none of that name."""
+    try:
+        return gym.wrappers.FlattenObservation(gym.make(args.env_id, **options))
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        folded = {task.casefold(): task for task in TASKS}
+        near = [folded[name] for name in difflib.get_close_matches(args.env_id.casefold(), folded)]
+        has = f"EnvPool has {' and '.join(near) or 'no such task either'}" if envpool else "EnvPool is not installed"
+        raise UserError(f"--env-id {args.env_id}: {error}; {has}") from None
+
+
 def drawn_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
-    """The same task in Gymnasium, where evaluate.py draws it: EnvPool may end the process when it is asked to. Raises
+    """The same in Gymnasium, where evaluate.py draws it: EnvPool may end the process when it is asked to. Raises
     UserError."""
     os.environ.setdefault("MUJOCO_GL", "egl")  # without a screen
-    own = {} if args.frameskip == spec_of(args).config.frame_skip else dict(frame_skip=args.frameskip)
-    make = functools.partial(gym.make, args.env_id, render_mode="rgb_array", **own)
+    task = args.env_id in TASKS and args.frameskip != envpool.make_spec(args.env_id).config.frame_skip
+    own = dict(frame_skip=args.frameskip) if task else {}
+    make = functools.partial(gymnasium_env, args, render_mode="rgb_array", **own)
     try:
         envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
         envs.envs[0].reset()
         envs.envs[0].render()  # fails without OpenGL
         return envs
     except Exception as error:  # of many types; the task or the package may be missing, too
-        raise UserError(f"Gymnasium cannot draw {args.env_id} ({error}); it draws its own tasks of versions 4 and 5, "
-                        "with OpenGL and what `pip install mujoco` brings") from None  # fmt: skip
+        raise UserError(f"Gymnasium cannot draw {args.env_id} ({error}); of EnvPool's tasks it draws its own, of "
+                        "versions 4 and 5, with OpenGL and what `pip install mujoco` brings") from None  # fmt: skip
 
 
 def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
-    """The environments of one split of a worker. Edit this function to train on something else.
+    """The environments of one split of a worker: EnvPool's, where it has the task. Edit this function to wrap them, or
+    to train on something that neither knows. Raises UserError.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, and take a
     Box of actions, which arrive clipped to it. `Agent` sees float vectors, one alone or several in a Dict. In every
@@ -261,7 +270,14 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     episode ends and the game goes on, as after a lost life; and what else EPISODE names. Actors cannot start processes
     of multiprocessing (AsyncVectorEnv).
     """
-    return MujocoEnvs(args, num_envs)
+    if args.env_id in TASKS:
+        return MujocoEnvs(args, num_envs)
+    if envpool and envpool.registration.registry.specs.get(args.env_id, ("",))[0] == "envpool.atari":
+        raise UserError(f"{args.env_id} is a game of Atari: appo_atari.py trains on it")
+    if args.frameskip not in (None, 1):
+        raise UserError(f"--frameskip is for EnvPool's tasks, and {args.env_id} is none")
+    mode, make = gym.vector.AutoresetMode.NEXT_STEP, functools.partial(gymnasium_env, args)
+    return gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=mode)
 
 
 class Spaces(NamedTuple):
@@ -1376,7 +1392,7 @@ def resolve(args: Args) -> Args:
     n = max(1, int(min(cores, quota)))
     if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
         args.set_workers_cpu_affinity = False
-    args.frameskip = args.frameskip or (spec_of(args).config.frame_skip if args.env_id in TASKS else 1)
+    args.frameskip = args.frameskip or (envpool.make_spec(args.env_id).config.frame_skip if args.env_id in TASKS else 1)
     args.num_workers = n if args.num_workers is None else args.num_workers
     if args.num_workers == 0:
         args.sync, args.worker_num_splits = True, 1
@@ -1599,10 +1615,12 @@ def train(typed: Args, folder: Path) -> int:
     expected_lag = 0.0 if args.sync else (slots_needed(args) / B - args.num_batches_per_epoch) * args.num_epochs
     if checkpoint:
         log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
+    engine = "EnvPool's" if args.env_id in TASKS else "Gymnasium's"
     for line in (
         f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
         f" {args.learner_threads} + {args.inference_threads} threads to learn and act",
-        f"{args.num_workers} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
+        f"{args.num_workers} workers x {args.num_envs_per_worker} environments, {engine}, in"
+        f" {args.worker_num_splits} splits;"
         f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
         f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
         f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the engines' own,"

@@ -28,11 +28,13 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 # What is an edit of what; a base comes before its edits
+BASE = "appo_gym.py"
 EDIT_OF = {
+    "appo_doom.py": BASE,
+    "appo_mujoco.py": BASE,
     "appo_atari.py": "appo_doom.py",
     "appo_doom_multigpu.py": "appo_doom.py",
     "appo_atari_replay.py": "appo_atari.py",
-    "appo_mujoco.py": "appo_atari.py",
     "appo_dmlab.py": "appo_doom.py",
     "appo_pbt_doom.py": "appo_doom.py",
 }
@@ -189,9 +191,9 @@ def pieces(text: str, name: str = "") -> dict[str, list[str]]:
 
 def table(texts: dict[str, str]) -> str:
     """By how many lines each file differs from its base, piece by piece; see its first lines."""
-    parts, rows = {file: pieces(texts[file], file) for file in ("appo_doom.py", *EDIT_OF) if file in texts}, []
+    parts, rows = {file: pieces(texts[file], file) for file in (BASE, *EDIT_OF) if file in texts}, []
     for index, file in enumerate(parts):
-        base = EDIT_OF.get(file, file)
+        base = base if (base := EDIT_OF.get(file)) in parts else file
         for piece in sorted(parts[file].keys() | parts[base].keys()):
             other = next((one for one in (base, *list(parts)[:index]) if piece in parts[one]), base)
             there, here = parts[other].get(piece, []), parts[file].get(piece, [])

@@ -163,7 +163,7 @@ def play(module, agent, args, options: Options, name: str, worker: int = 0) -> l
         envs = stack.enter_context(contextlib.closing(module.WorkerEnvs(args, worker, arrays, args.seed)))
         if (options.save_video or options.watch) and hasattr(module, "drawn_envs"):
             envs.splits = [module.drawn_envs(args, count)]
-            print(f"{name} is played in the environments of `drawn_envs`: those of the training cannot be drawn")
+            print(f"{name} is played in the environments of `drawn_envs`, which can be drawn")
         envs.reset(0)
         split, rows = envs.splits[0], envs.rows[0]
         # Only the first one is drawn, where the vector class allows it

@@ -8,6 +8,7 @@
 
 import csv
 import json
+import math
 import re
 import statistics
 import sys
@@ -374,6 +375,39 @@ def mujoco_parts_table() -> str:
                                                   for (task, name), row in rows.items()])  # fmt: skip
 
 
+def gym_learning_table() -> str:
+    """Steps and seconds of every seed to the goal, and of their medians what the peer has of ours; a run that did not get there has a dash."""
+    rows = []
+    for env_id, sides in read_json("gym_learning.json")["envs"].items():
+        cells, medians = [], {}
+        for side in ("ours", "sb3"):
+            for what, form in (("steps", lambda value: f"{value / 1000:,.0f}k"), ("seconds", lambda value: f"{value:.0f}")):
+                cells.append(", ".join(form(run[what]) if run["reached"] else "-" for run in sides[side]))
+                medians[side, what] = statistics.median(run[what] if run["reached"] else math.inf for run in sides[side])
+        ratios = [medians["ours", what] / medians["sb3", what] for what in ("steps", "seconds")]
+        rows.append([f"`{env_id.partition(':')[2] or env_id}`", *cells, *(f"{ratio:.2f}" if 0 < ratio < math.inf else "-" for ratio in ratios)])
+    return table(["", "ours, steps", "seconds", "SB3, steps", "seconds", "steps, ours / SB3", "seconds, ours / SB3"], rows)
+
+
+def gym_speed_table() -> str:
+    """Steps/s: every round, and the medians' ratio."""
+    names = dict(ours="`appo_gym.py`", sb3="Stable-Baselines3 2.9.2, PPO of its zoo", bare="one worker's environments alone, random actions")
+    rows = []
+    for env_id, sides in read_json("gym_speed.json")["envs"].items():
+        ours = statistics.median(sides["ours"])
+        for side, name in names.items():
+            median = statistics.median(sides[side])
+            rows.append([f"`{env_id}`", name, numbers(sides[side]), f"**{median:,.0f}**", "" if side == "ours" else f"{ours / median:.1f} x"])
+    return table(["", "", "steps/s, three runs", "median", "ours / this"], rows)
+
+
+def gym_parts_table() -> str:
+    """Microseconds a step of each part."""
+    envs = read_json("gym_parts.json")["envs"]
+    rows = [[part, *(f"{found[part]:.1f}" for found in envs.values())] for part in next(iter(envs.values()))]
+    return table(["part", *(f"`{env_id}`" for env_id in envs)], rows)
+
+
 def null_table() -> str:
     rows = []
     for family in ("doom", "atari"):
@@ -414,7 +448,8 @@ def settings_table(env_id: str, *goals: float, steps: float = np.inf) -> str:
                              for setting, seeds in runs.items()}, goals)  # fmt: skip
 
 
-TABLES = dict(learning=learning_table, battle=battle_table, peers=peers_table, ranks=ranks_table, half_hour=half_hour_table,
+TABLES = dict(gym_learning=gym_learning_table, gym_speed=gym_speed_table, gym_parts=gym_parts_table,
+              learning=learning_table, battle=battle_table, peers=peers_table, ranks=ranks_table, half_hour=half_hour_table,
               ranks_learning=ranks_learning_table,
               peers_dmlab=partial(peers_table, "peers_dmlab"), peers_pufferlib=partial(peers_table, "peers_pufferlib"),
               recipe=recipe_table, mujoco=mujoco_table, mujoco_settings=mujoco_settings_table,

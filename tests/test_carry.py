@@ -248,7 +248,7 @@ def test_a_variant_is_added_to_a_users_file_and_to_another_of_ours(repository):
     repository.carry("--add", "appo_atari_replay.py", mine)
     assert "len(sys.argv)" in (repository.users / "mine_replay.py").read_text()
     assert "exists" in repository.carry("--add", "appo_atari_replay.py", mine, code=2)
-    assert "appo_doom.py is none of" in repository.carry("--add", "appo_doom.py", mine, code=2)
+    assert "appo_gym.py is none of" in repository.carry("--add", "appo_gym.py", mine, code=2)
     assert "missing.py" in repository.carry("--add", "appo_atari.py", "missing.py", code=2)
 
 

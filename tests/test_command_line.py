@@ -105,7 +105,8 @@ def test_train_and_resume(run, tmp_path, monkeypatch, capsys, name, game, other,
     assert code == 0 and "steps already; raise --total-timesteps" in text and "workers x" not in text
 
 
-@pytest.mark.parametrize("script, game", [("appo_doom.py", "battle"), ("appo_atari.py", "Breakout-v5"), ("appo_mujoco.py", "Ant-v5")])
+@pytest.mark.parametrize("script, game", [("appo_gym.py", "Acrobot-v1"), ("appo_doom.py", "battle"), ("appo_atari.py", "Breakout-v5"),
+                                          ("appo_mujoco.py", "Ant-v5")])  # fmt: skip
 def test_same_seed_same_weights(run, script, game):
     """--num-workers 0 on a CPU: two runs, at the same time, are the same."""
     runs = {

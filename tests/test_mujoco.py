@@ -12,7 +12,7 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
-from edited import ROOT, edited
+from edited import REPORTS, ROOT, edited
 from test_algorithm import at, direct_vtrace, learner_of, make_agent, make_batch, observations
 from test_command_line import TAGS, scalars
 from torch.distributions import Independent, Normal, kl_divergence
@@ -105,14 +105,56 @@ def test_tasks():
     """All of Gymnasium's and dm_control's, and nothing else; a wrong name is answered with the nearest."""
     assert len(appo.TASKS) == 84 and {"Ant-v3", "Ant-v4", "Ant-v5", "HumanoidStandup-v5", "CheetahRun-v1", "DogRun-v1"} <= appo.TASKS
     for typed in ("halfcheetah", "HALFCHEETAH-V5", "HalfCheeta-v5"):
-        with pytest.raises(UserError, match=rf"unknown --env-id {typed}; did you mean .*HalfCheetah-v5"):
-            appo.make_envs(Args(env_id=typed), 1)
-    for other in ("Pong-v5", "Pendulum-v1", "FetchReach-v4"):
-        answer = "Pong-v5 is a game of Atari: appo_atari.py trains on it" if other == "Pong-v5" else f"unknown --env-id {other}; did you mean"
-        for make in (appo.make_envs, appo.drawn_envs):
-            with pytest.raises(UserError, match=answer):
-                make(Args(env_id=other), 1)
+        with pytest.raises(UserError, match=rf"--env-id {typed}: .*; EnvPool has .*HalfCheetah-v5"):
+            appo.make_envs(Args(env_id=typed), 1).close()
+    for other, answer in {"Pong-v5": "Pong-v5 is a game of Atari: appo_atari.py trains on it",
+                          "FetchReach-v4": "--env-id FetchReach-v4: Environment `FetchReach` doesn't exist.*; EnvPool has no such task either",
+                          "no_module:Robot-v0": "No module named 'no_module'", "CartPole-v1": "unsupported spaces"}.items():  # fmt: skip
+        with pytest.raises(UserError, match=answer):
+            appo.spaces_of(Args(env_id=other))
+    with pytest.raises(UserError, match="--frameskip is for EnvPool's tasks, and Pendulum-v1 is none"):
+        appo.spaces_of(Args(env_id="Pendulum-v1", frameskip=2))
+    assert appo.resolve(Args(env_id="Pendulum-v1", device="cpu")).frameskip == 1
     assert [appo.resolve(Args(env_id=task, device="cpu")).frameskip for task in ("HalfCheetah-v5", "Hopper-v4", "DogRun-v1")] == [5, 4, 3]
+
+
+ROBOT = """
+import gymnasium as gym
+import numpy as np
+
+
+class Robot(gym.Env):
+    observation_space = gym.spaces.Dict(
+        {name: gym.spaces.Box(-np.inf, np.inf, (n,), np.float64) for name, n in dict(observation=3, achieved_goal=1, desired_goal=1).items()})
+    action_space = gym.spaces.Box(-2, 2, (2,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.goal = self.np_random.uniform(-1, 1, 1)
+        return self.look(), {}
+
+    def look(self):
+        return dict(observation=np.zeros(3), achieved_goal=np.zeros(1), desired_goal=self.goal)
+
+    def step(self, action):
+        assert action in self.action_space
+        return self.look(), -float(abs(action[0] - self.goal[0])), False, False, {}
+
+
+gym.register("Robot-v0", Robot, max_episode_steps=5)
+"""
+
+
+def test_a_robot_of_ones_own_needs_no_edit(run, tmp_path):
+    """In Gymnasium, which is said; nor does EnvPool have to be there."""
+    (tmp_path / "my_module.py").write_text(ROBOT)
+    (tmp_path / "envpool.py").write_text("raise ImportError")
+    script = edited(tmp_path, "appo_mujoco", REPORTS, source=SCRIPT)
+    r = run("--env-id", "my_module:Robot-v0", "--num-workers", "2", "--num-envs-per-worker", "16", "--device", "cpu", "--total-timesteps",
+            "150000", script=script)  # fmt: skip
+    assert r.wait(120) == 0 and "16 environments, Gymnasium's, in 1 splits" in r.text()
+    returns = [float(value) for value in re.findall(r"return (-?[\d.]+), ", r.text())]
+    assert returns[0] < -3 and returns[-1] > -1.5, r.text()
 
 
 @pytest.mark.parametrize("observation, action, refused_by", [

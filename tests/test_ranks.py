@@ -101,7 +101,7 @@ def one_rank(rank: int, path: Path, parts: list[list[int]]) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["appo_doom", "appo_atari", "appo_atari_replay", "appo_dmlab", "appo_mujoco"])
+@pytest.mark.parametrize("name", ["appo_gym", "appo_doom", "appo_atari", "appo_atari_replay", "appo_dmlab", "appo_mujoco"])
 def test_ranks_take_the_step_of_one_process_with_all_samples(name, tmp_path):
     """And the process that they are compared with has the file without ranks."""
     parts = [[0, 1, 2, 3], [4, 5], [6, 7]]

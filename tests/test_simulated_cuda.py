@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 from edited import ROOT, edited
 
-VARIANTS = ("appo_doom.py", "appo_atari.py", "appo_atari_replay.py", "appo_dmlab.py", "appo_mujoco.py", "appo_pbt_doom.py")
+VARIANTS = ("appo_doom.py", "appo_gym.py", "appo_atari.py", "appo_atari_replay.py", "appo_dmlab.py", "appo_mujoco.py",
+            "appo_pbt_doom.py")  # fmt: skip
 IMAGE = (44, 44, 3)
 SIZES = dict(num_workers=4, num_envs_per_worker=4, worker_num_splits=2, num_epochs=2, inference_threads=1, learner_threads=1)
 GROUPS, ROWS = 8, 2  # of these sizes: groups, and rows in each

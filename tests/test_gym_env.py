@@ -1,0 +1,236 @@
+"""appo_gym.py: what it makes of an environment's spaces, what it says of environments that misbehave; trained as a user would."""
+
+import json
+import re
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from edited import REPORTS, ROOT, edited
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+from test_command_line import TAGS, scalars
+
+import appo_gym
+
+SMALL = ("--experiment", "e", "--num-workers", "2", "--num-envs-per-worker", "2", "--rollout", "8", "--batch-size", "8", "--hidden-size", "16",
+         "--device", "cpu")  # fmt: skip
+# A user's own module: nothing of ours is edited
+MINE = """
+import gymnasium as gym
+import numpy as np
+
+
+class Mine(gym.Env):
+    observation_space = gym.spaces.Dict(
+        camera=gym.spaces.Box(0, 255, (40, 48, 3), np.uint8), place=gym.spaces.Box(-1, 1, (2,)), speed=gym.spaces.Box(-9, 9, (3,), np.float64))
+    action_space = gym.spaces.MultiDiscrete([3, 2])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.target = int(self.np_random.integers(3))
+        return self.look(), {}
+
+    def look(self):
+        return dict(camera=np.full((40, 48, 3), 100 * self.target, np.uint8), place=np.zeros(2, np.float32), speed=np.ones(3))
+
+    def step(self, action):
+        assert action.shape == (2,) and self.action_space.contains(action)
+        return self.look(), float(action[0] == self.target), False, False, {}
+
+    def render(self):
+        return np.full((60, 80, 3), self.target, np.uint8)
+
+    metadata = dict(render_modes=["rgb_array"], render_fps=20)
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+
+gym.register("Mine-v0", Mine, max_episode_steps=5)
+"""
+
+
+class Everything(gym.Env):
+    observation_space = Dict(
+        camera=Box(0, 255, (40, 48, 3), np.uint8),
+        depth=Box(0, 255, (50, 36), np.uint8),
+        stack=Box(0, 255, (4, 36, 37), np.uint8),
+        colours=Box(0, 255, (2, 40, 41, 3), np.uint8),
+        grid=Box(0, 255, (7, 7, 3), np.uint8),
+        place=Box(-1, 1, (2, 3), np.float64),
+        choice=Discrete(3, start=1),
+        flags=MultiBinary(4),
+        pair=Tuple((Discrete(2), Dict(many=MultiDiscrete([2, 3])))),
+        mission=Text(5),
+    )
+    action_space = Discrete(3, start=-1)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.seen = self.observation_space.sample()
+        return self.seen, {}
+
+    def step(self, action):
+        self.seen, self.action = self.observation_space.sample(), action
+        return self.seen, 1.0, False, False, {}
+
+
+def test_every_kind_of_observation():
+    env = Everything()
+    with pytest.warns(UserWarning, match="obs/mission is left out"):
+        arrays = appo_gym.NamedArrays(env)
+    spaces = {name: (space.shape, space.dtype.name) for name, space in arrays.observation_space.items()}
+    assert spaces == {
+        "obs/camera": ((40, 48, 3), "uint8"), "obs/depth": ((50, 36, 1), "uint8"), "obs/stack": ((36, 37, 4), "uint8"),
+        "obs/colours": ((40, 41, 6), "uint8"), "vector": ((147 + 6 + 3 + 4 + 2 + 5,), "float32"),
+    }  # fmt: skip
+    for found in (arrays.reset(seed=1)[0], arrays.step(0)[0], arrays.step(2)[0]):
+        seen = env.seen
+        assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == spaces
+        np.testing.assert_array_equal(found["obs/camera"], seen["camera"])
+        np.testing.assert_array_equal(found["obs/depth"][..., 0], seen["depth"])
+        np.testing.assert_array_equal(found["obs/stack"], seen["stack"].transpose(1, 2, 0))
+        for i in range(2):
+            np.testing.assert_array_equal(found["obs/colours"][..., 3 * i : 3 * i + 3], seen["colours"][i])
+        many = [seen["pair"][1]["many"][0] == i for i in range(2)] + [seen["pair"][1]["many"][1] == i for i in range(3)]
+        parts = dict(choice=np.eye(3)[seen["choice"] - 1], flags=seen["flags"], grid=seen["grid"].flatten(),
+                     pair=np.concatenate([np.eye(2)[seen["pair"][0]], many]), place=seen["place"].flatten())  # fmt: skip
+        np.testing.assert_allclose(found["vector"], np.concatenate([parts[name] for name in sorted(parts)]), rtol=1e-6)
+    assert env.action == 1 and arrays.action_space == Discrete(3), "actions count from 0 for the network, from -1 for it"
+
+
+@pytest.mark.parametrize("space, name, shape", [
+    (Discrete(4), "vector", (4,)), (Box(-1, 1, (3,)), "vector", (3,)), (MultiBinary(3), "vector", (3,)), (MultiDiscrete([2, 3]), "vector", (5,)),
+    (Tuple((Box(-1, 1, ()), Discrete(2))), "vector", (3,)), (Box(0, 255, (36, 36, 3), np.uint8), "obs", (36, 36, 3)),
+    (Box(0, 255, (35, 36, 3), np.uint8), "vector", (35 * 36 * 3,)), (Box(0, 1, (40, 40), np.float32), "vector", (1600,)),
+])  # fmt: skip
+def test_an_observation_of_one_kind(space, name, shape):
+    env = gym.Env()
+    env.observation_space, env.action_space = space, Discrete(2)
+    arrays = appo_gym.NamedArrays(env)
+    assert {key: part.shape for key, part in arrays.observation_space.items()} == {name: shape}
+    arrays.look = True
+    assert arrays.arrays(space.sample())[name].shape == shape
+
+
+def test_actions_of_several_numbers():
+    env = Everything()
+    env.observation_space, env.action_space = Box(-1, 1, (2,)), MultiDiscrete([2, 3], start=[1, -4])
+    arrays = appo_gym.NamedArrays(env)
+    arrays.reset(seed=1)
+    arrays.step(np.array([1, 2]))
+    assert env.action.tolist() == [2, -2] and arrays.action_space == MultiDiscrete([2, 3])
+
+
+@pytest.mark.parametrize("space, value, sentence", [
+    (Box(0, 255, (40, 40, 3), np.uint8), np.zeros((40, 41, 3), np.uint8), "part obs, uint8 (40, 41, 3), is not in its space, Box(0, 255, (40, 40, 3)"),
+    (Box(0, 255, (40, 40, 3), np.uint8), np.zeros((40, 40, 3)), "part obs, float64 (40, 40, 3), is not"),
+    (Box(-1, 1, (3,)), np.zeros(4), "part obs, float64 (4,), is not in its space, Box(-1.0, 1.0, (3,), float32)"),
+    (Dict(a=Discrete(3)), dict(a=3), "part obs/a, 3, is not in its space, Discrete(3)"),
+    (Tuple((Discrete(2), Box(-1, 1, (1,)))), (0, np.zeros((1, 1))), "part obs/1, float64 (1, 1), is not"),
+])  # fmt: skip
+def test_an_observation_that_is_not_in_its_space(space, value, sentence):
+    """The first of an episode, or the second; bounds of numbers, and wider types, are the environment's own affair."""
+    for bad in (0, 1):
+        env = gym.Env()
+        env.observation_space, env.action_space = space, Discrete(2)
+        given = [space.sample(), space.sample()]
+        given[bad] = value
+        env.reset = lambda given=given, **options: (given[0], {})
+        env.step = lambda action, given=given: (given[1], 0.0, False, False, {})
+        arrays = appo_gym.NamedArrays(env)
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            arrays.reset()
+            assert bad == 1
+            arrays.step(0)
+    env.observation_space, env.reset = Box(-1, 1, (3,)), lambda **options: (np.full(3, 7.0), {})
+    appo_gym.NamedArrays(env).reset()
+
+
+@pytest.mark.parametrize("env_id, sentence", [
+    ("CartPol-v1", "--env-id CartPol-v1: Environment `CartPol` doesn't exist. Did you mean: `CartPole`?"),
+    ("CartPole-v9", "--env-id CartPole-v9: Environment version `v9` for environment `CartPole` doesn't exist"),
+    ("no_such_module:Mine-v0", "--env-id no_such_module:Mine-v0: No module named 'no_such_module'"),
+    ("LunarLander-v3", "--env-id LunarLander-v3: Box2D is not installed"),
+    ("Pendulum-v1", "(for a Box of actions: appo_mujoco.py)"),
+    ("Words-v0", "unsupported spaces, {} and Discrete(2)"),
+])  # fmt: skip
+def test_environments_that_it_does_not_take(env_id, sentence, monkeypatch):
+    if env_id == "LunarLander-v3":
+        monkeypatch.setitem(sys.modules, "Box2D", None)  # as if it were not installed
+    words = gym.Env()
+    words.observation_space, words.action_space = Text(4), Discrete(2)
+    monkeypatch.setitem(gym.registry, "Words-v0", gym.envs.registration.EnvSpec("Words-v0", lambda: words))
+    with pytest.raises(appo_gym.UserError, match=re.escape(sentence)):
+        appo_gym.spaces_of(appo_gym.Args(env_id=env_id))
+
+
+def test_a_time_limit_is_not_a_death():
+    args = appo_gym.Args(env_id="CartPole-v1", num_workers=1, num_envs_per_worker=2, worker_num_splits=1)
+    mailbox = appo_gym.Mailbox(appo_gym.spaces_of(args), 2).arrays()
+    envs = appo_gym.WorkerEnvs(args, 0, mailbox, seed=1)
+    envs.splits = [appo_gym.make_envs(args, 2, max_episode_steps=4)]
+    envs.reset(0)
+    found = []
+    for t in range(6):
+        mailbox.action[:, 0] = t % 2
+        envs.step(0)
+        found.append((mailbox.terminated[0], mailbox.first[0], mailbox.episode[0, 2]))
+    envs.close()
+    assert found == [(False, False, 0)] * 3 + [(False, False, 4), (False, True, 0), (False, False, 0)]
+
+
+@pytest.fixture
+def mine(run, tmp_path):
+    """Starts a copy of the file, in a folder where the user's own module is all there is beside it."""
+
+    def start(*flags: str, module: str = MINE):
+        (tmp_path / "my_module.py").write_text(module)
+        script = edited(tmp_path, "appo_gym", REPORTS, source=ROOT / "appo_gym.py")
+        return run(*SMALL, "--env-id", "my_module:Mine-v0", *flags, script=script)
+
+    return start
+
+
+def test_an_environment_of_ones_own_needs_no_edit(mine, tmp_path):
+    r = mine("--total-timesteps", "4000", "--rnn-type", "gru")
+    assert r.wait(120) == 0, r.text()
+    cfg = json.loads((tmp_path / "e" / "cfg.json").read_text())
+    assert cfg["resolved"]["env_id"] == "my_module:Mine-v0" and "encoder in" in r.text()
+    last = [float(value) for value in re.findall(r"return (-?[\d.]+), [\d,]+ steps/s", r.text())][-1]
+    assert last > 2.5, "of five; random actions have 5/3"
+
+
+@pytest.mark.parametrize("old, new, sentence", [
+    ("float(action[0] == self.target), False, False, {}", "float('nan'), False, False, {}", "ValueError: a reward is not finite: [nan nan]"),
+    ("return self.look(), {}", "return self.look()", "AssertionError: The result returned by `env.reset()` was not a tuple of the form `(obs, info)`"),
+    ("speed=np.ones(3))", "speed=np.ones(4))", "ValueError: the observation's part obs/speed, float64 (4,), is not in its space, Box(-9.0, 9.0, (3,)"),
+    ("speed=np.ones(3))", "spede=np.ones(3))", "KeyError: 'speed'"),
+])  # fmt: skip
+def test_an_environment_that_misbehaves_is_told_what_it_did(mine, old, new, sentence):
+    assert MINE.count(old) == 1
+    r = mine("--num-workers", "1", module=MINE.replace(old, new))
+    assert r.wait(60) in (1, 2)
+    last = r.text().splitlines()[-1]
+    assert last.startswith("error: ") and sentence in last, r.text()
+
+
+def test_what_is_not_there_is_not_spoken_of(run, tmp_path):
+    """No frames, no encoder: the environment has neither."""
+    script = edited(tmp_path, "appo_gym", REPORTS, source=ROOT / "appo_gym.py")
+    r = run(*SMALL, "--total-timesteps", "8000", "--env-id", "CartPole-v1", script=script)
+    assert r.wait(60) == 0 and "steps/s" in r.text()
+    assert "frames" not in r.text() and "encoder" not in r.text()
+    assert set(scalars(tmp_path / "e")) == TAGS - {"charts/FPS"}
+
+
+def test_cartpole_is_learned(run):
+    """With the default flags; 475 is where Gymnasium calls it solved (see benchmark/README.md)."""
+    r = run("--env-id", "CartPole-v1", "--num-workers", "2", "--device", "cpu", "--total-timesteps", "400000", script=ROOT / "appo_gym.py")
+    assert r.wait(300) == 0
+    returns = [float(value) for value in re.findall(r"return (-?[\d.]+), [\d,]+ steps/s", r.text())]
+    assert max(returns) > 450, r.text()
+    assert torch.load(next((r.folder).glob("*/checkpoints/checkpoint_*.pth")), weights_only=True)["global_step"] >= 400_000
