@@ -142,8 +142,8 @@ class Args:
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """seconds after which a step of an actor's environments counts as hung (Ctrl-Z, too), and that each of them has to
-    start; 0: no limit"""
+    """seconds that a step of an actor's environments may take, and the start of each of them; an actor that takes
+    longer (as after Ctrl-Z) counts as hung, and another takes its place; 0: no limit"""
     inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
 
@@ -306,7 +306,7 @@ def spaces_of(args: Args) -> Spaces:
         heads = tuple(action.nvec.tolist())
     else:
         heads = ()
-    if not heads or not all(isinstance(space, gym.spaces.Box) for space in obs.values()):
+    if not heads or not obs or not all(isinstance(space, gym.spaces.Box) for space in obs.values()):
         raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
                         "Discrete or MultiDiscrete of one dimension, from 0 on")  # fmt: skip
     return Spaces(obs, heads)
@@ -354,10 +354,11 @@ class Mailbox:
 class Rollouts:
     """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
     device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
-    asking the device. What is a float starts as NaN: were a slot read before it is written, the loss would say so.
+    asking the device. Rewards, values and log-probabilities start as NaN: were a slot read before it is written, the
+    loss would say so.
 
     A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
-    `Learner.collect` makes it LEARNING, `Inference.release` FREE.
+    `Learner.collect` makes it LEARNING, `Learner.iterate` releases it, and `Inference.serve` finds it FREE.
     """
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
@@ -667,7 +668,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
     """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Loss and metrics, on the device.
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
-    of acting is one more field of `Rollouts`, written in `Inference.act` and copied in `Learner.gather`."""
+    of acting is one more field of `Rollouts` and `Batch`, written in `Inference.act` and copied in `Learner.gather`."""
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
     logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
     log_ratio = logprobs - batch.logprobs
@@ -1069,7 +1070,7 @@ class Learner:
         args, rollouts, version = self.args, self.inference.rollouts, self.version
         metrics = {}
         valid = ~rollouts.first[1:, slots]
-        steps, too_old, lag, longest = self.count((version - rollouts.versions[:, slots])[valid])
+        steps, too_old, lag_sum, longest = self.count((version - rollouts.versions[:, slots])[valid])
         self.optimizer.param_groups[0]["lr"] = self.learning_rate()
         self.global_step += steps
         if too_old == steps:  # an iteration without a usable sample is no update
@@ -1093,7 +1094,7 @@ class Learner:
             metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
             metrics["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if steps:
-            metrics |= {"lag/mean": lag / steps, "lag/max": longest, "lag/masked": too_old / steps}
+            metrics |= {"lag/mean": lag_sum / steps, "lag/max": longest, "lag/masked": too_old / steps}
         return metrics
 
     def count(self, lags: np.ndarray) -> tuple[int, int, int, int]:
@@ -1130,8 +1131,8 @@ class Learner:
             self.optimizer.step()
             return grad_norm
         if mask.any():
-            raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite: a lower --learning-rate "
-                                     "or --max-grad-norm may help")  # fmt: skip
+            raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite: check observations, or "
+                                     "try a lower --learning-rate or --max-grad-norm")  # fmt: skip
         self.skipped += 1
         return None
 
@@ -1235,28 +1236,28 @@ class Actors:
     def replace(self, worker: int, text: bytes) -> None:
         """The actor has ended, and with its pipe all that it had asked for. text: how its traceback begins, if it sent
         one. Raises UserError where another actor is not to be tried."""
-        pipe, actor = self.pipes[worker], self.actors[worker]
+        pipe, process = self.pipes[worker], self.actors[worker]
         self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
         self.selector.unregister(pipe)
         while rest := read_splits(pipe):
             text += rest
         pipe.close()
-        actor.join(5)
-        if self.args.num_workers and actor.is_alive():  # it has closed its pipe, but lives
-            actor.kill()
-            actor.join(5)
+        process.join(5)
+        if self.args.num_workers and process.is_alive():  # it has closed its pipe, but lives
+            process.kill()
+            process.join(5)
         if text:
             lines = text.decode(errors="replace").rstrip()
             how = "died: " + lines.splitlines()[-1]
             if text != self.traceback:  # actors that die of the same do not repeat it
                 self.traceback = text
                 self.log(f"actor {worker}:\n{lines}")
-        elif actor.exitcode == -signal.SIGALRM:
+        elif process.exitcode == -signal.SIGALRM:
             how = "hung (its stack is above)"
-        elif actor.exitcode < 0:
-            how = f"died of {signal.Signals(-actor.exitcode).name}"
+        elif (process.exitcode or 0) < 0:
+            how = f"died of {signal.Signals(-process.exitcode).name}"
         else:
-            how = f"ended (exit code {actor.exitcode})"
+            how = f"ended (exit code {process.exitcode})"
         if not self.started:  # the user's to mend; another actor would end in the same way
             raise UserError(f"while its environments started, actor {worker} {how}")
         if not self.args.num_workers:  # a thread is not replaced
@@ -1280,16 +1281,16 @@ class Actors:
                 process.kill()
 
 
-STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
+STOP = SimpleNamespace(asked_at=None)  # time of the first signal
 
 
 def on_signal(number: int, frame) -> None:
     """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
     at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
     comes more than a second later ends this process at once, and with it actors and engines. One that comes sooner is
-    taken for the first one, sent twice by a launcher; while a checkpoint is being written any is ignored."""
+    taken for the first one, sent twice by a launcher."""
     STOP.asked_at = STOP.asked_at or time.monotonic()
-    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
+    if time.monotonic() - STOP.asked_at > 1.0:
         os.write(2, b"\nstopped at once\n")
         os._exit(130)
 
@@ -1319,15 +1320,12 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
                    episodes=list(learner.inference.episodes), args=asdict(learner.args))  # fmt: skip
-    temporary, STOP.writing = path.with_name("saving.tmp"), True
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        STOP.writing = False
+    temporary = path.with_name("saving.tmp")
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def save_latest(folder: Path, learner: Learner, keep: int) -> None:
@@ -1686,7 +1684,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except FloatingPointError as error:
-        print(f"error: {error}; the weights from before are saved", file=sys.stderr)
+        print(f"error: {error}; what was learned before is saved", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the run has begun: there is nothing to save
         print("stopped", file=sys.stderr)
