@@ -1450,16 +1450,16 @@ class Actors:
                 process.kill()
 
 
-STOP = SimpleNamespace(asked_at=None)  # time of the first signal
+STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
 
 
 def on_signal(number: int, frame) -> None:
     """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
     at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
     comes more than a second later ends this process at once, and with it actors and engines. One that comes sooner is
-    taken for the first one, sent twice by a launcher."""
+    taken for the first one, sent twice by a launcher; while a checkpoint is being written any is ignored."""
     STOP.asked_at = STOP.asked_at or time.monotonic()
-    if time.monotonic() - STOP.asked_at > 1.0:
+    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
         os.write(2, b"\nstopped at once\n")
         os._exit(130)
 
@@ -1489,12 +1489,15 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
                    episodes=list(learner.inference.episodes), args=asdict(learner.args))  # fmt: skip
-    temporary = path.with_name("saving.tmp")
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary, STOP.writing = path.with_name("saving.tmp"), True
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        STOP.writing = False
 
 
 def save_latest(folder: Path, learner: Learner, keep: int) -> None:

@@ -1755,7 +1755,7 @@ class Actors:
         self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
 
 
-STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; the policies are saving
+STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
 
 
 def on_signal(number: int, frame) -> None:
@@ -1791,12 +1791,15 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
                    episodes=list(learner.inference.episodes), args=asdict(learner.args))  # fmt: skip
-    temporary = path.with_name("saving.tmp")
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary, STOP.writing = path.with_name("saving.tmp"), True
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        STOP.writing = False
 
 
 def save_latest(folder: Path, learner: Learner, keep: int) -> None:

@@ -108,7 +108,7 @@ def test_tasks():
         with pytest.raises(UserError, match=rf"--env-id {typed}: .*; EnvPool has .*HalfCheetah-v5"):
             appo.make_envs(Args(env_id=typed), 1).close()
     for other, answer in {"Pong-v5": "Pong-v5 is a game of Atari: appo_atari.py trains on it",
-                          "FetchReach-v4": "--env-id FetchReach-v4: Environment `FetchReach` doesn't exist.*; EnvPool has no such task either",
+                          "FetchReach-v4": "--env-id FetchReach-v4: Environment `FetchReach` doesn't exist.*; EnvPool has Reacher",
                           "no_module:Robot-v0": "No module named 'no_module'", "CartPole-v1": "unsupported spaces"}.items():  # fmt: skip
         with pytest.raises(UserError, match=answer):
             appo.spaces_of(Args(env_id=other))
@@ -154,7 +154,7 @@ def test_a_robot_of_ones_own_needs_no_edit(run, tmp_path):
             "150000", script=script)  # fmt: skip
     assert r.wait(120) == 0 and "16 environments, Gymnasium's, in 1 splits" in r.text()
     returns = [float(value) for value in re.findall(r"return (-?[\d.]+), ", r.text())]
-    assert returns[0] < -3 and returns[-1] > -1.5, r.text()
+    assert min(returns) < -2 and returns[-1] > -1.5 and "WARN" not in r.text(), r.text()
 
 
 @pytest.mark.parametrize("observation, action, refused_by", [

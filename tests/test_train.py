@@ -296,7 +296,7 @@ def test_an_update_that_is_not_finite_ends_the_run_with_a_sentence(appo, tmp_pat
         for number, handler in before.items():
             signal.signal(number, handler)
     error = capsys.readouterr().err
-    assert re.match(r"error: the loss \(\S+\) or its gradient is not finite: a lower --learning-rate .*; the weights from before are saved\n$", error)
+    assert re.match(r"error: the loss \(\S+\) or its gradient is not finite: check observations, or try a lower --learning-rate .*; what was learned before is saved\n$", error)
     assert newest(tmp_path)["version"] > 1 and all(x.isfinite().all() for x in newest(tmp_path)["agent"].values())
 
 
