@@ -140,7 +140,7 @@ class Args:
     """batches of an iteration (Sample Factory's name). Each epoch deals its rollouts out to them anew; each batch is an
     optimiser step"""
     num_epochs: int = 4  # passes over an iteration's rollouts; with --sync the ratio is 1 in its first optimiser step
-    max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
+    max_batches_ahead: int = 0  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 2e-3  # of Adam
     anneal_lr: bool = False  # the learning rate falls linearly with the steps, to 0 at total_timesteps
@@ -148,7 +148,7 @@ class Args:
     vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 is the V-trace of the paper
-    clip_coef: float = 0.1  # PPO: the ratio is clipped to [1/(1+e), 1+e]
+    clip_coef: float = 0.2  # PPO: the ratio is clipped to [1/(1+e), 1+e]
     ppo_clip_value: float = 0.2
     """PPO: the value may move this far from the one at acting time, in standard deviations of the targets"""
     vf_coef: float = 0.5  # coefficient of the value loss
