@@ -18,7 +18,8 @@ Factory / IMPALA in one file, and the base that the other files are edits of.
     python appo_gym.py --env-id my_module:MyEnv-v0    # one of your own, which importing my_module registers
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
-MEASURED
+On 2 cores of an AMD EPYC (Zen 5, no GPU) CartPole-v1 is solved (a mean return of 475) 7 seconds after the command was
+typed, LunarLander-v3 (200) after 28 (medians of three seeds with default flags, 2026-11-26; benchmark/gym_peers.py).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+

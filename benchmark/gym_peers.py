@@ -121,14 +121,17 @@ def parts(env_id: str, rounds: int = 300) -> dict[str, float]:
         function()
         times.setdefault(name, []).append(1e6 * (time.perf_counter() - start) / samples)
 
-    def one_step() -> None:
-        if any(env.step(env.action_space.sample())[2:4]):
-            env.reset()
+    choices = [env.action_space.sample() for _ in range(worker.n)]
+
+    def alone() -> None:
+        for action in choices:
+            if any(env.step(action)[2:4]):
+                env.reset()
 
     for i in range(rounds):
-        timed("the environment's own step", 1, one_step)
-        timed("vector of environments, named arrays", worker.n, lambda: worker.splits[0].step(inference.arrays.action[worker.rows[0]][:, 0]))
-        timed("WorkerEnvs.step: these, and the mailbox", worker.n, lambda: worker.step(0))
+        timed("environments alone, as gymnasium.make gives them", worker.n, alone)
+        timed("SyncVectorEnv of these as named arrays", worker.n, lambda: worker.splits[0].step(inference.arrays.action[worker.rows[0]][:, 0]))
+        timed("WorkerEnvs.step: that, and the mailbox", worker.n, lambda: worker.step(0))
         for groups in (1, 2):
             inference.t = [i % args.rollout] * len(inference.t)
             with torch.inference_mode():
