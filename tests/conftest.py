@@ -1,5 +1,6 @@
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ from edited import COUNTING, ROOT, load, with_envs
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what a shell script starts in the background: runs would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def marked(mark: str) -> set[int]:
