@@ -351,7 +351,7 @@ exec setpriv --pdeathsig KILL sh -c '[ $PPID = {os.getpid()} ] && exec "$@"' - {
 
 def unlink_shared_memory() -> None:
     """That of this process's engines, once they have opened it: without a name it goes with the processes, however they
-    end. Only an engine that is killed while it starts leaves its file behind, 3 MiB at most."""
+    end. Only an engine that dies while it starts, alone or with its actor, leaves its file behind, 3 MiB at most."""
     for line in open("/proc/self/maps"):
         if "/dev/shm/ViZDoom" in line and "(deleted)" not in line:
             Path(line.split()[-1]).unlink(missing_ok=True)
