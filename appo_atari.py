@@ -512,6 +512,9 @@ class Agent(nn.Module):
     two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `forward` and
     `update_normalizers`; each parameter has a gradient, buffers are updated in place, and nothing depends on `train()`.
     The flags of this one: normalize_input, rnn_type, hidden_size, precision.
+
+    To forbid actions, set their logits to -inf in `forward`, by a mask among the observations (`obs[NAME] == 0`). Each
+    head must keep one, also at an episode's last observation.
     """
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -1155,6 +1158,17 @@ class Learner:
 # === Actors and signals ===============================================================================================
 
 
+def start_forkserver() -> None:
+    """Starts the process that actors are forked from. It imports its modules while this one goes on: a second less."""
+    mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "envpool"])
+    # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
+    # an actor's first moment on. One that comes meanwhile is ours when we unblock.
+    multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    multiprocessing.forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
 class Actors:
     """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
     thread while the environments start, then the inference thread, and the main thread again when they are to stop.
@@ -1179,13 +1193,6 @@ class Actors:
 
     def start_all(self) -> None:
         """Returns when every environment has been started, or the user stops the run. Raises UserError."""
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "envpool"])
-        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
-        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
-        multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        multiprocessing.forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         for worker in range(self.workers):
             self.start(worker)
         total, n = len(self.inference.mailbox.first), self.inference.size
@@ -1620,6 +1627,8 @@ def train(typed: Args, folder: Path) -> int:
     agent = Agent(spaces, args).to(device)
     check_memory(args, spaces, agent.state_size)
     log_file, checkpoints = open_log(folder), folder / "checkpoints"  # nothing was written before
+    if args.num_workers:
+        start_forkserver()
 
     def log(text: str, show: bool = True) -> None:
         log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

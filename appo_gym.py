@@ -188,27 +188,25 @@ class NamedArrays(gym.Wrapper):
     """An environment as the pipeline takes it: observations are a Dict of arrays, actions count from 0.
 
     A uint8 array with two sides of at least 36 is an image: it keeps its name, and becomes [height, width, channels]
-    wherever its sides stood; what other axes it has, such as a stack of frames, are channels. All other numbers are one
-    float32 `vector`: flattened by gymnasium.spaces.flatten, which makes a choice one-hot. Texts and graphs are left
+    wherever its sides stood; what other axes it has, such as a stack of frames, are channels. Other numbers become a
+    float32 vector of that name, by gymnasium.spaces.flatten, which makes a choice one-hot. Texts and graphs are left
     out, with a warning. An observation that is not in its space raises ValueError: those of each reset and of the first
     step after it are checked."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.parts, self.sides, spaces, size = [], {}, {}, 0
+        self.parts, self.sides, spaces = [], {}, {}
         for name, path, space in parts_of(env.observation_space):
             sides = [axis for axis, length in enumerate(space.shape or ()) if length >= 36]
             if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(sides) == 2:
                 self.sides[name] = sides
                 spaces[name] = gym.spaces.Box(0, 255, self.image(name, np.empty(space.shape, np.uint8)).shape, np.uint8)
             elif isinstance(space, NUMBERS):
-                size += gym.spaces.flatdim(space)
+                spaces[name] = gym.spaces.Box(-np.inf, np.inf, (gym.spaces.flatdim(space),), np.float32)
             else:
                 gym.logger.warn(f"{name} is left out of the observation: {space}")
                 continue
             self.parts.append((name, path, space))
-        if size:
-            spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
         self.observation_space = gym.spaces.Dict(spaces)
         self.first_action = getattr(env.action_space, "start", 0)
         if isinstance(env.action_space, gym.spaces.Discrete):
@@ -232,7 +230,7 @@ class NamedArrays(gym.Wrapper):
         return array.reshape(*array.shape[:2], -1)
 
     def arrays(self, observation) -> dict[str, np.ndarray]:
-        arrays, numbers = {}, []
+        arrays = {}
         for name, path, space in self.parts:
             part = functools.reduce(operator.getitem, path, observation)
             if self.check_next:
@@ -240,9 +238,7 @@ class NamedArrays(gym.Wrapper):
             if name in self.sides:
                 arrays[name] = self.image(name, part)
             else:
-                numbers.append(gym.spaces.flatten(space, part))
-        if numbers:
-            arrays["vector"] = np.concatenate(numbers, dtype=np.float32)
+                arrays[name] = gym.spaces.flatten(space, part).astype(np.float32)
         return arrays
 
     def check(self, name: str, part, space: gym.Space) -> None:
@@ -530,6 +526,9 @@ class Agent(nn.Module):
     two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `critic` (a
     PopArt), `forward` and `update_normalizers`; each parameter has a gradient, buffers are updated in place, and
     nothing depends on `train()`. The flags of this one: normalize_input, rnn_type, hidden_size, vector_size, precision.
+
+    To forbid actions, set their logits to -inf in `forward`, by a mask among the observations (`obs[NAME] == 0`). Each
+    head must keep one, also at an episode's last observation.
     """
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -1167,6 +1166,17 @@ class Learner:
 # === Actors and signals ===============================================================================================
 
 
+def start_forkserver() -> None:
+    """Starts the process that actors are forked from. It imports its modules while this one goes on: a second less."""
+    mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm"])
+    # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
+    # an actor's first moment on. One that comes meanwhile is ours when we unblock.
+    multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    multiprocessing.forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
 class Actors:
     """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
     thread while the environments start, then the inference thread, and the main thread again when they are to stop.
@@ -1191,13 +1201,6 @@ class Actors:
 
     def start_all(self) -> None:
         """Returns when every environment has been started, or the user stops the run. Raises UserError."""
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm"])
-        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
-        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
-        multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        multiprocessing.forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         for worker in range(self.workers):
             self.start(worker)
         total, n = len(self.inference.mailbox.first), self.inference.size
@@ -1628,6 +1631,8 @@ def train(typed: Args, folder: Path) -> int:
     agent = Agent(spaces, args).to(device)
     check_memory(args, spaces, agent.state_size)
     log_file, checkpoints = open_log(folder), folder / "checkpoints"  # nothing was written before
+    if args.num_workers:
+        start_forkserver()
 
     def log(text: str, show: bool = True) -> None:
         log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

@@ -894,6 +894,9 @@ class Agent(nn.Module):
     two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `forward` and
     `update_normalizers`; each parameter has a gradient, buffers are updated in place, and nothing depends on `train()`.
     The flags of this one: normalize_input, rnn_type, hidden_size, precision.
+
+    To forbid actions, set their logits to -inf in `forward`, by a mask among the observations (`obs[NAME] == 0`). Each
+    head must keep one, also at an episode's last observation.
     """
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -1606,6 +1609,17 @@ class Learner:
 # === Actors and signals ===============================================================================================
 
 
+def start_forkserver() -> None:
+    """Starts the process that actors are forked from. It imports its modules while this one goes on: a second less."""
+    mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "vizdoom"])
+    # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
+    # an actor's first moment on. One that comes meanwhile is ours when we unblock.
+    multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    multiprocessing.forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
 class Workers:
     """The actor processes: started by the main process, and replaced when they die.
 
@@ -1627,13 +1641,6 @@ class Workers:
     def start_all(self) -> None:
         """Starts policies and actors. Returns when every environment has been started, or the user stops the run.
         Raises UserError."""
-        self.context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "vizdoom"])
-        # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone,
-        # from an actor's first moment on. One that comes meanwhile is ours when we unblock.
-        multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        multiprocessing.forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         self.population.start()
         for worker in range(self.args.num_workers):
             self.start(worker)
@@ -2434,6 +2441,7 @@ def train(typed: Args, folder: Path) -> int:
         agent = Agent(spaces, args)
     check_memory(args, spaces, rows, agent.state_size)
     log_file = open_log(folder)  # nothing was written before
+    start_forkserver()
 
     def log(text: str, show: bool = True) -> None:
         log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

@@ -272,9 +272,7 @@ def test_ctrl_c_while_the_fork_server_starts_is_kept(monkeypatch):
     monkeypatch.setattr("multiprocessing.forkserver.ensure_running", ensure_running)
     handler = signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
     try:
-        context = SimpleNamespace(set_forkserver_preload=lambda modules: None)
-        inference = SimpleNamespace(mailbox=SimpleNamespace(first=[]), size=1)
-        appo_doom.Actors.start_all(SimpleNamespace(context=context, workers=0, requests=[], inference=inference))
+        appo_doom.start_forkserver()
     finally:
         signal.signal(signal.SIGINT, handler)
     assert blocked == [True] and got == [signal.SIGINT]

@@ -85,7 +85,8 @@ def test_every_kind_of_observation():
     spaces = {name: (space.shape, space.dtype.name) for name, space in arrays.observation_space.items()}
     assert spaces == {
         "obs/camera": ((40, 48, 3), "uint8"), "obs/depth": ((50, 36, 1), "uint8"), "obs/stack": ((36, 37, 4), "uint8"),
-        "obs/colours": ((40, 41, 6), "uint8"), "vector": ((147 + 6 + 3 + 4 + 2 + 5,), "float32"),
+        "obs/colours": ((40, 41, 6), "uint8"), "obs/grid": ((147,), "float32"), "obs/place": ((6,), "float32"),
+        "obs/choice": ((3,), "float32"), "obs/flags": ((4,), "float32"), "obs/pair/0": ((2,), "float32"), "obs/pair/1/many": ((5,), "float32"),
     }  # fmt: skip
     for call in (lambda: arrays.reset(seed=1), lambda: arrays.step(0), lambda: arrays.step(2)):
         found, seen = call()[0], env.seen
@@ -96,23 +97,25 @@ def test_every_kind_of_observation():
         for i in range(2):
             np.testing.assert_array_equal(found["obs/colours"][..., 3 * i : 3 * i + 3], seen["colours"][i])
         many = [seen["pair"][1]["many"][0] == i for i in range(2)] + [seen["pair"][1]["many"][1] == i for i in range(3)]
-        parts = (seen["grid"].flatten(), seen["place"].flatten(), np.eye(3)[seen["choice"] - 1], seen["flags"], np.eye(2)[seen["pair"][0]], many)
-        np.testing.assert_allclose(found["vector"], np.concatenate(parts), rtol=1e-6)
+        one_hot = dict(choice=np.eye(3)[seen["choice"] - 1], **{"pair/0": np.eye(2)[seen["pair"][0]], "pair/1/many": many})
+        for name, expected in {**one_hot, **{name: seen[name].flatten() for name in ("grid", "place", "flags")}}.items():
+            np.testing.assert_allclose(found[f"obs/{name}"], expected, rtol=1e-6)
     assert env.action == 1 and arrays.action_space == Discrete(3), "actions count from 0 for the network, from -1 for it"
 
 
-@pytest.mark.parametrize("space, name, shape", [
-    (Discrete(4), "vector", (4,)), (Box(-1, 1, (3,)), "vector", (3,)), (MultiBinary(3), "vector", (3,)), (MultiDiscrete([2, 3]), "vector", (5,)),
-    (Tuple((Box(-1, 1, ()), Discrete(2))), "vector", (3,)), (Box(0, 255, (36, 36, 3), np.uint8), "obs", (36, 36, 3)),
-    (Box(0, 255, (35, 36, 3), np.uint8), "vector", (35 * 36 * 3,)), (Box(0, 1, (40, 40), np.float32), "vector", (1600,)),
+@pytest.mark.parametrize("space, shapes", [
+    (Discrete(4), [(4,)]), (Box(-1, 1, (3,)), [(3,)]), (MultiBinary(3), [(3,)]), (MultiDiscrete([2, 3]), [(5,)]),
+    (Tuple((Box(-1, 1, ()), Discrete(2))), [(1,), (2,)]), (Box(0, 255, (36, 36, 3), np.uint8), [(36, 36, 3)]),
+    (Box(0, 255, (35, 36, 3), np.uint8), [(35 * 36 * 3,)]), (Box(0, 1, (40, 40), np.float32), [(1600,)]),
 ])  # fmt: skip
-def test_an_observation_of_one_kind(space, name, shape):
+def test_an_observation_of_one_kind(space, shapes):
     env = gym.Env()
     env.observation_space, env.action_space = space, Discrete(2)
     arrays = appo_gym.NamedArrays(env)
-    assert {key: part.shape for key, part in arrays.observation_space.items()} == {name: shape}
+    names = [f"obs/{i}" for i in range(len(shapes))] if isinstance(space, Tuple) else ["obs"]
+    assert {key: part.shape for key, part in arrays.observation_space.items()} == dict(zip(names, shapes))
     arrays.check_next = True
-    assert arrays.arrays(space.sample())[name].shape == shape
+    assert [part.shape for part in arrays.arrays(space.sample()).values()] == shapes
 
 
 def test_actions_of_several_numbers():
