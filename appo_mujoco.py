@@ -602,8 +602,9 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
     c = lam * ratios.clamp(max=c_bar) * valid
     trace = discounts * c
     corrections = rho * (rewards + discounts * values[1:] - values[:-1])
-    for t in reversed(range(len(rewards) - 1)):
-        corrections[t].addcmul_(trace[t], corrections[t + 1])  # in place: from here on it is vs[t] - V[t]
+    steps, traces = corrections.unbind(), trace.unbind()  # views: indexing tensors in the loop costs more than its sums
+    for t in reversed(range(len(steps) - 1)):
+        steps[t].addcmul_(traces[t], steps[t + 1])  # in place: from here on it is vs[t] - V[t]
     vs = torch.cat([values[:-1] + corrections, values[-1:]])
     advantages = rewards + discounts * (lam * vs[1:] + (1 - lam) * values[1:]) - values[:-1]
     return vs, advantages
@@ -989,7 +990,8 @@ class Learner:
 
     def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
         self.args, self.agent, self.inference, self.device = args, agent, inference, device
-        self.optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.parameters = list(agent.parameters())
+        self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, eps=1e-6, fused=True)
         self.full_slots: list[int] = []  # the oldest first
         self.version = 0  # of the policy published last
         self.global_step = 0  # valid transitions received
@@ -1096,7 +1098,7 @@ class Learner:
         empty (0/0). Raises FloatingPointError."""
         self.optimizer.zero_grad()
         loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm or torch.inf, foreach=True)
         if torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
             self.optimizer.step()
             return grad_norm
