@@ -668,7 +668,7 @@ class Agent(nn.Module):
         self.reduced = []
         if args.precision == "bfloat16":
             self.reduced.append(self.images)
-            if args.rnn_type != "none" and args.device == "cpu":
+            if args.rnn_type != "none" and not args.device.startswith("cuda"):
                 self.reduced.append(self.core)
         self.to(memory_format=torch.channels_last)  # as images come: height, width, channel
 

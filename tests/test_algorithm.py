@@ -493,28 +493,34 @@ def test_sampling_follows_the_policy(appo):
 
 
 @DISCRETE
+@pytest.mark.parametrize("rnn_type", ["gru", "lstm"])
 @pytest.mark.parametrize("precision, bound", [("float32", 1e-4), ("bfloat16", 0.02)])
-def test_log_ratio_at_lag_zero(appo, precision, bound):
-    """Acting network and learning network of one version: their numerical difference must not look like off-policy data."""
-    torch.manual_seed(0)
-    args = appo.Args(precision=precision)
-    spaces = make_spaces(appo, (3, 3, 2, 2, 11), args, vector=23)
-    agent = appo.Agent(spaces, args)
-    T, B = 8, 16
-    obs, first, state, acted = observations(spaces, T, B), torch.rand(T, B) < 0.1, torch.zeros(B, agent.state_size), []
-    agent.update_normalizers(obs, torch.ones(T, B, dtype=torch.bool))
+def test_log_ratio_at_lag_zero(appo, precision, bound, rnn_type):
+    """Acting network and learning network of one version: their numerical difference must not look like off-policy data. With a policy
+    far from a uniform one, as after training."""
+    args, agent = make_agent(appo, (3, 3, 2, 2, 11), precision=precision, rnn_type=rnn_type)
+    assert len(agent.reduced) == (2 if precision == "bfloat16" else 0), "the images' encoders and the core"
+    T, B = 16, 16
+    obs, first, state, acted = observations(agent.spaces, T, B), torch.rand(T, B) < 0.1, torch.zeros(B, agent.state_size), []
+    agent.update_normalizers({name: x.flatten(0, 1) for name, x in obs.items()}, torch.ones(T * B, dtype=torch.bool))
+    with torch.no_grad():
+        agent.actor.weight.mul_(2 / agent(obs, first, state)[0].std((0, 1)).mean())
+    policy = appo.ActingPolicy(agent, torch.device("cpu")).current.agent
+    held = {name.split(".")[0] for name, x in policy.named_parameters() if x.dtype == torch.bfloat16}
+    assert held == ({"images", "core"} if precision == "bfloat16" else set())
     with torch.no_grad():
         for t in range(T):
             step, new = [], []
             for half in (slice(0, 5), slice(5, B)):  # acting happens in other batch sizes than learning
-                logits, _, after = agent(at(obs, (slice(t, t + 1), half)), first[t : t + 1, half], state[half])
+                logits, _, after = policy(at(obs, (slice(t, t + 1), half)), first[t : t + 1, half], state[half])
                 step.append(logits[0])
                 new.append(after)
             state = torch.cat(new)
             acted.append(torch.cat(step))
         actions, mu = appo.sample_actions(torch.cat(acted), agent.heads)
     logits, _, _ = agent(obs, first, torch.zeros(B, agent.state_size))
-    pi = appo.evaluate_actions(logits.flatten(0, 1), actions, agent.heads)[0]
+    pi, entropy, *_ = appo.evaluate_actions(logits.flatten(0, 1), actions, agent.heads)
+    assert entropy.mean() < 0.8 * np.log([3, 3, 2, 2, 11]).sum()
     assert (pi - mu).std() < bound
 
 
