@@ -561,9 +561,11 @@ class Normalizer(nn.Module):
         self.register_buffer("shift", torch.zeros(shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype.is_floating_point:
+            return torch.addcmul(self.shift, x, self.scale).clamp_(-5, 5)
         out = torch.empty(x.shape, device=x.device)
-        # Images on a CPU in pieces that stay in the cache: 14 ms instead of 22 ms for 1056.
-        chunk = 16 if x.device.type == "cpu" and x.dtype == torch.uint8 else len(x)
+        # On a CPU in pieces that stay in the cache: 14 ms instead of 22 ms for 1056 images.
+        chunk = 16 if x.device.type == "cpu" else len(x)
         for part, to in zip(x.split(chunk), out.split(chunk)):
             torch.addcmul(self.shift, to.copy_(part), self.scale, out=to).clamp_(-5, 5)
         return out
@@ -1126,7 +1128,7 @@ class Inference:
                 field.numpy()[t, slots] = staged.numpy()[: len(rows)]
             else:
                 field[index[1], index[2]] = staged[: len(rows)]
-        return (rows, t, slots), index
+        return (rows, t, slots), index.unbind()
 
     def act(self, groups: list[int]) -> None:
         (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)

@@ -954,7 +954,7 @@ class Inference:
                 field.numpy()[t, slots] = staged.numpy()[: len(rows)]
             else:
                 field[index[1], index[2]] = staged[: len(rows)]
-        return (rows, t, slots), index
+        return (rows, t, slots), index.unbind()
 
     def act(self, groups: list[int]) -> None:
         (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
