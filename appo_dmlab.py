@@ -20,7 +20,7 @@ On 2 cores of an AMD EPYC (Zen 3, no GPU) the first command with `--encoder conv
 minutes and 1.2 million frames (random actions: 0.07, people: 10; one seed, 2026-11-23; benchmark/learning_dmlab.sh).
 
 A deliberate edit of appo_doom.py. What differs: one level or the 30 tasks of DMLab-30 (`TASKS`, `LabEnv`), their
-generated maps in a cache that runs share (`LevelCache`, `fill_level_cache`), the network, which reads instructions
+generated maps in a cache that runs share (`LevelCache`), the network, which reads instructions
 (`Agent`) and, if asked to, the last action and reward, values in units of their own for each task (`PopArt`), and
 returns that are reported task by task, also in per cent of what people reach. At an episode's end the engine has no
 observation: the one before stands for it. All else is the same text. The engine, deepmind_lab, is in no package
@@ -126,8 +126,8 @@ class Args:
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours"""
     level_cache: Auto[str] = None
     """folder of compiled maps, which any number of runs may share. Maps that are there are played first, so two runs
-    are only alike if their caches are. Default: level_cache below train_dir"""
-    fill_level_cache: Auto[int] = None  # instead of training, compile maps for so many new seeds of each task
+    are only alike if their caches are; benchmark/fill_level_cache.py compiles some beforehand. Default: level_cache
+    below train_dir"""
     renderer: Literal["software", "hardware"] = "software"  # hardware where the engine was built with it
     test_levels: bool = False  # play the test levels of DMLab-30 instead of the training ones; evaluate.py sets it
     frameskip: int = 4  # engine ticks (frames) per step of the agent
@@ -435,7 +435,7 @@ class LevelCache:
     @staticmethod
     def read(path: Path) -> set[str]:
         """The seeds of a list, without what a full disk may have left of a line."""
-        lines = path.read_text(errors="replace").split()
+        lines = path.read_text(errors="replace").split() if path.exists() else []
         return {line for line in lines if line.isdecimal() and int(line) < 2**31}
 
     def next_seed(self, rng: np.random.Generator) -> int:
@@ -446,7 +446,7 @@ class LevelCache:
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(file, fcntl.LOCK_EX)  # the experiment's other environments choose too
                 played = self.mine | self.read(self.played)
-                cached = self.read(self.seeds) if self.seeds.exists() else set()
+                cached = self.read(self.seeds)
                 if ready := sorted(cached - played):
                     self.seed = ready[rng.integers(len(ready))]
                 while self.seed in played:
@@ -563,34 +563,6 @@ class LabEnv(gym.Env):
             self.lab = None
 
 
-class MapEnv(gym.Env):
-    """What `fill_level_cache` has for environments: a step compiles a map, of the task whose number is the action."""
-
-    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)  # nothing
-
-    def __init__(self, args: Args):
-        self.args, self.env, self.nothing = args, None, np.zeros(1, np.float32)
-        self.action_space = gym.spaces.Discrete(len(tasks_of(args)))
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        self.rng = np.random.default_rng(seed)
-        return self.nothing, {}
-
-    def step(self, action):
-        if self.env is None or self.env.number != action:
-            self.close()
-            self.env = LabEnv(self.args, int(action))
-            self.env.start()
-        seed = int(self.rng.integers(2**31 - 1))
-        self.env.cache.seed = str(seed)
-        self.env.lab.reset(seed=seed)
-        return self.nothing, 0.0, False, False, dict(maps=self.env.cache.cost())
-
-    def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
-
-
 def make_envs(args: Args, num_envs: int, first_row: int = 0) -> gym.vector.VectorEnv:
     """The environments of one split of a worker, which are the rows from `first_row` on. Edit this function to train on
     something else.
@@ -602,8 +574,6 @@ def make_envs(args: Args, num_envs: int, first_row: int = 0) -> gym.vector.Vecto
     """
     numbers = task_numbers(args)[first_row : first_row + num_envs]
     envs = [functools.partial(LabEnv, args, int(number)) for number in numbers]
-    if args.fill_level_cache:
-        envs = [functools.partial(MapEnv, args)] * num_envs
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
 
 
@@ -1828,15 +1798,14 @@ AT_LEAST = {
         "ent_coef", "max_grad_norm", "reward_clip"),
     1: ("frameskip", "total_timesteps", "keep_checkpoints", "num_envs_per_worker", "worker_num_splits", "rollout",
         "inference_threads", "learner_threads", "batch_size", "num_batches_per_epoch", "num_epochs", "max_policy_lag",
-        "hidden_size", "fill_level_cache"),
+        "hidden_size"),
 }  # fmt: skip
 # A split is one byte, 255 says DIED; appo_loss bounds the ratio by 20 before V-trace does; no timer can be infinite
 AT_MOST = dict(seed=2**31 - 1, worker_num_splits=255, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
                vtrace_lambda=1)  # fmt: skip
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
 # Flags of one session, not of the experiment; and what a resumed run may not change
-SESSION, FIXED = (("train_for_seconds", "test_levels", "fill_level_cache"),
-                  ("env_id", "extended_action_set", "normalize_returns"))  # fmt: skip
+SESSION, FIXED = ("train_for_seconds", "test_levels"), ("env_id", "extended_action_set", "normalize_returns")
 
 
 def resolve(args: Args) -> Args:
@@ -2008,8 +1977,7 @@ class Reporter:
         if change["blocked"] >= change["waited"]:
             bottleneck = "learner"
         elif change["idle"] > 0.5 * (seconds - change["blocked"]):
-            compiles = scalars["stats/compiling"] > 0.5
-            bottleneck = "compiling maps (--fill-level-cache)" if compiles else "environments"
+            bottleneck = "environments"
         else:
             bottleneck = "inference"
         if change["unsaved"] and not self.warned:
@@ -2153,45 +2121,6 @@ def train(typed: Args, folder: Path) -> int:
     return 130 if STOP.asked_at else 0
 
 
-def fill_level_cache(args: Args) -> int:
-    """Compiles maps for `fill_level_cache` new seeds of each task that generates maps, in all workers: MapEnvs, whose
-    actions are the next in a list. Returns the exit code. Raises UserError."""
-    changes = dict(experiment=None, num_envs_per_worker=1, worker_num_splits=1, batch_size=None)
-    args = resolve(Args(**asdict(args) | changes))
-    check_level(args)
-    generated = [number for number, task in enumerate(tasks_of(args)) if task_of(task).generated]
-    if not generated:
-        raise UserError(f"--fill-level-cache: {args.env_id} generates no maps")
-    work = sorted(generated * args.fill_level_cache)  # so that a worker gets many of a task before those of another
-    total, workers = len(work), max(1, args.num_workers)
-    mailbox, args.num_workers = Mailbox(spaces_of(args), workers), workers
-    for field in fields_of(mailbox):
-        field.share_memory_()
-    arrays, done, costs = mailbox.arrays(), 0, np.zeros(3)
-    actors = Actors(args, SimpleNamespace(mailbox=mailbox, size=1, bell=os.eventfd(0)), time.time_ns(), tqdm.write)
-    actors.SHORT_LIFE = 3  # an engine that ends its process now and then ends no more than its map
-    start_forkserver()
-    try:
-        actors.start_all()
-        with tqdm(total=total, desc="compiling maps", unit=" maps", disable=None) as bar:
-            while not STOP.asked_at and (work or len(actors.requests) < workers):
-                served = actors.requests[: len(work)]
-                for worker in served:
-                    arrays.action[worker] = work.pop()
-                actors.reply(served)
-                idle = set(actors.requests)
-                actors.wait(0.5)
-                stepped = [w for w in actors.requests if w not in idle and not arrays.first[w]]  # not just started
-                done, costs = done + len(stepped), costs + arrays.maps[stepped].sum(0)
-                bar.update(len(stepped))
-    finally:
-        actors.stop()
-    _, saved, unsaved = costs.astype(int)
-    print(f"{done} of {total} seeds: {saved} new maps in {cache_folder(args)}, {unsaved} that it could not take; "
-          f"what the engines print is in {engines_folder(args)}/output.txt")  # fmt: skip
-    return 130 if STOP.asked_at else int(done < total or unsaved > 0)
-
-
 def main() -> int:
     try:
         if sys.platform != "linux":
@@ -2199,7 +2128,7 @@ def main() -> int:
         args, folder = parse_args()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
-        return fill_level_cache(args) if args.fill_level_cache else train(args, folder)
+        return train(args, folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -718,7 +719,6 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
     r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500",
             **with_stand_in(STAND_IN_COMPILE="1"))  # fmt: skip
     assert r.wait(90) == 0, r.text()
-    assert "bottleneck: compiling maps (--fill-level-cache)" in r.text()
     assert "all environments play lasertag_one_opponent_small; 9 actions" in r.text() and "log of" not in r.text()
     printed = (tmp_path / "e" / "engines" / "output.txt").read_text()
     assert "log of contributed/dmlab30/lasertag_one_opponent_small" in printed
@@ -770,15 +770,15 @@ def test_an_engine_that_ends_its_process_is_replaced(run, tmp_path):
 
 def test_filling_the_cache(run, tmp_path):
     """Also by more workers than maps, and with engines that end their processes."""
-    fill = "--env-id", "explore_object_locations_small", "--fill-level-cache"
-    r = run(*fill, "2", "--num-workers", "3", **with_stand_in())
-    assert r.wait(60) == 0 and "2 of 2 seeds: 2 new maps in" in r.text() and ", 0 that it could not take" in r.text()
+    fill = functools.partial(run, script=ROOT / "benchmark" / "fill_level_cache.py")
+    r = fill("--env-id", "explore_object_locations_small", "--maps", "2", "--num-workers", "3", **with_stand_in())
+    assert r.wait(60) == 0 and "2 of 2 maps are new in" in r.text(), r.text()
     assert "Traceback" not in r.text() and len(list((tmp_path / "level_cache").glob("*.pk3"))) == 2
     tasks = "explore_object_locations_small", "lasertag_one_opponent_small"
-    r = run("--env-id", ",".join(["rooms_watermaze", *tasks]), "--fill-level-cache", "18", "--num-workers", "2",
-            **with_stand_in(STAND_IN_END=str(tmp_path)))  # so many that two processes start a twelfth # fmt: skip
-    assert r.wait(60) == 1 and "34 of 36 seeds: 34 new maps in" in r.text()
-    assert "ended (exit code 1); starting another" in r.text() and "died of SIGABRT; starting another" in r.text()
+    r = fill("--env-id", ",".join(["rooms_watermaze", *tasks]), "--maps", "18", "--num-workers", "2",
+             **with_stand_in(STAND_IN_END=str(tmp_path)))  # so many that two processes start a twelfth # fmt: skip
+    assert r.wait(60) == 1 and "34 of 36 maps are new in" in r.text(), r.text()
+    assert "ended (exit code 1), and its map is left out" in r.text() and "ended (exit code -6)" in r.text()
     folder = tmp_path / "level_cache"
     seeds = {task: appo.LevelCache.read(folder / f"{task}.seeds") for task in tasks}
     texts = [f"contributed/dmlab30/{task} {seed}" for task in tasks for seed in seeds[task]]
@@ -786,8 +786,19 @@ def test_filling_the_cache(run, tmp_path):
     assert maps == {path.name for path in folder.glob("*.pk3")} and len(maps) == 36, "runs find them by their seeds"
     assert_gone(folder / "engines")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["level_cache"], "no experiment was made"
-    r = run("--env-id", "rooms_watermaze", "--fill-level-cache", "6", **with_stand_in())
-    assert r.wait(60) == 2 and "--fill-level-cache: rooms_watermaze generates no maps" in r.text()
+    r = fill("--env-id", "rooms_watermaze", **with_stand_in())
+    assert r.wait(60) == 2 and "error: --env-id rooms_watermaze generates no maps" in r.text()
+
+
+def test_filling_the_cache_is_stopped_by_ctrl_c(run, tmp_path):
+    """Which a terminal sends to all processes. What was compiled stays."""
+    r = run("--maps", "100", "--num-workers", "2", script=ROOT / "benchmark" / "fill_level_cache.py",
+            **with_stand_in(STAND_IN_COMPILE="0.3"))  # fmt: skip
+    r.wait_for(lambda: len(list((tmp_path / "level_cache").glob("*.pk3"))) > 2, 60, "the third map")
+    os.killpg(r.process.pid, signal.SIGINT)
+    assert r.wait(30) == 130 and "stopped" in r.text() and "Traceback" not in r.text()
+    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) < 100
+    assert_gone(tmp_path / "level_cache" / "engines")
 
 
 def test_every_task_is_reported(run, tmp_path):

@@ -1,0 +1,118 @@
+"""Compiles maps of DeepMind Lab into a level cache, so that runs of appo_dmlab.py with new maps do not wait for them.
+
+    python benchmark/fill_level_cache.py                                    # 3 maps for each task of DMLab-30 that has any
+    python benchmark/fill_level_cache.py --env-id explore_goal_locations_large --maps 100 --num-workers 20
+
+A map takes 3 to 25 seconds. A process whose engine crashes or hangs on a map is replaced, and that map is left out; then the exit code
+is 1. Ctrl-C stops it all, and what has been compiled stays. Levels that compile maps within an episode cannot be filled.
+"""
+
+import multiprocessing.connection
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.multiprocessing as mp
+import tyro
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import appo_dmlab as appo  # noqa: E402
+from dummy_sampler import set_up_process  # noqa: E402
+
+LONGEST = 600  # seconds that a map may take
+
+
+@dataclass
+class Options:
+    env_id: str = "dmlab_30"  # levels, as of appo_dmlab.py
+    maps: int = 3  # how many to compile for each level that generates maps, for new seeds
+    num_workers: int | None = None  # processes. Default: the cores that this process may use
+    train_dir: str = "train_dir"  # the cache is level_cache below it
+    level_cache: str | None = None  # the cache, where it is another folder
+
+
+def compile_maps(args: appo.Args, work: list[tuple[int, int]], taken, done) -> None:
+    """Body of a process: takes the next (task, seed) of the work until none is left. taken, done: counters, shared."""
+    set_up_process(None)
+    env = None
+    while True:
+        with taken.get_lock():
+            i, taken.value = taken.value, taken.value + 1
+        if i >= len(work):
+            return
+        task, seed = work[i]
+        signal.alarm(LONGEST)  # ends the process
+        if env is None or env.number != task:
+            if env is not None:
+                env.close()
+            env = appo.LabEnv(args, task)
+            env.start()
+        env.cache.seed = str(seed)
+        env.lab.reset(seed=seed)
+        signal.alarm(0)
+        if env.cache.seed in env.cache.read(env.cache.seeds):
+            with done.get_lock():
+                done.value += 1
+
+
+def fill(args: appo.Args, work: list[tuple[int, int]]) -> int:
+    """Compiles the maps of all (task, seed) in args.num_workers processes. Returns how many are in the cache now."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "deepmind_lab"])
+    taken, done, processes = context.Value("i"), context.Value("i"), []
+
+    def start() -> None:
+        processes.append(context.Process(target=compile_maps, args=(args, work, taken, done)))
+        processes[-1].start()
+
+    try:
+        for _ in range(args.num_workers):
+            start()
+        with tqdm(total=len(work), desc="compiling maps", unit=" maps", disable=None) as bar:
+            while processes:
+                multiprocessing.connection.wait([process.sentinel for process in processes], timeout=0.5)
+                bar.update(done.value - bar.n)
+                for process in [process for process in processes if process.exitcode is not None]:
+                    processes.remove(process)
+                    if process.exitcode:
+                        tqdm.write(f"a process ended (exit code {process.exitcode}), and its map is left out; starting another")
+                        start()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return done.value
+
+
+def main() -> int:
+    options = tyro.cli(Options)
+    try:
+        if options.maps < 1 or options.num_workers == 0:
+            raise appo.UserError("--maps and --num-workers must be at least 1")
+        args = appo.Args(env_id=options.env_id, device="cpu", num_workers=options.num_workers, train_dir=options.train_dir,
+                         level_cache=options.level_cache)  # fmt: skip
+        levels = [level for level in appo.tasks_of(args) if appo.task_of(level).generated]
+        if not levels:
+            raise appo.UserError(f"--env-id {options.env_id} generates no maps")
+        args.env_id = ",".join(levels)
+        args = appo.resolve(args)
+        appo.check_level(args)
+        rng = np.random.default_rng()
+        work = [(task, int(rng.integers(2**31 - 1))) for task in range(len(levels)) for _ in range(options.maps)]
+        done = fill(args, work)
+        print(f"{done} of {len(work)} maps are new in {appo.cache_folder(args)}; what the engines print is in "
+              f"{appo.engines_folder(args)}/output.txt")  # fmt: skip
+        return int(done < len(work))
+    except appo.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
