@@ -71,7 +71,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import math
 import multiprocessing.dummy
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -117,11 +116,9 @@ class Args:
     env_id: str = "rooms_collect_good_objects_train"
     """dmlab_30, a level by its name, with or without contributed/dmlab30/, several with commas between them, or one of
     Sample Factory's short names: dmlab_benchmark, dmlab_benchmark_slow_reset, dmlab_sparse, dmlab_sparse_doors,
-    dmlab_nonmatch, dmlab_watermaze"""
+    dmlab_nonmatch, dmlab_watermaze. Rows play the tasks in turn: all get the same number of samples if
+    --num-envs-per-worker is a multiple of theirs"""
     extended_action_set: Auto[bool] = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9. Default: with dmlab_30
-    one_task_per_worker: bool = False
-    """with several tasks every worker plays a single one, so that slow levels do not hold up others, but fast levels
-    get a larger share of the samples. Default: the environments of a worker play one task after the other"""
     dataset_path: Auto[str] = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours"""
     level_cache: Auto[str] = None
@@ -147,7 +144,7 @@ class Args:
     num_workers: Auto[int] = None
     """actor processes. Default: the cores this process may use. 0: one actor, a thread of this process, to debug
     (implies sync)"""
-    num_envs_per_worker: int = 16  # environments per worker
+    num_envs_per_worker: int = 16  # environments per worker; each takes about 0.1 GiB of memory
     worker_num_splits: Auto[int] = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
     with CUDA and an even number of environments, else 1 (on a CPU the network would use the core meanwhile)"""
@@ -288,36 +285,6 @@ def tasks_of(args: Args) -> list[str]:
         short = SHORT_NAMES.get(name, name.removeprefix("contributed/dmlab30/"))
         names += TASKS if short == "dmlab_30" else [short if short in TASKS else name]
     return list(dict.fromkeys(names))  # each once
-
-
-def task_numbers(args: Args) -> np.ndarray:
-    """The number of the task that each row plays."""
-    rows = np.arange(max(1, args.num_workers) * args.num_envs_per_worker)
-    return (rows // args.num_envs_per_worker if args.one_task_per_worker else rows) % len(tasks_of(args))
-
-
-def envs_memory(args: Args) -> float:
-    """About how many GiB they all take. A worker with 16 of rooms_collect_good_objects_train was seen with 1.8."""
-    return max(1, args.num_workers) * (0.2 + 0.1 * args.num_envs_per_worker)
-
-
-def shares_of_tasks(args: Args) -> str:
-    """A sentence on which environments play what, for the start of a run. Raises UserError where a task has none."""
-    tasks, counts = tasks_of(args), np.bincount(task_numbers(args), minlength=len(tasks_of(args)))
-    if len(tasks) == 1:
-        return f"all environments play {tasks[0]}"
-    if counts.min() == 0:
-        needed = f"--num-workers {len(tasks)}" if args.one_task_per_worker else f"{len(tasks)} environments"
-        raise UserError(f"{len(tasks)} tasks need {needed} or more, one for each")
-    number = " or ".join(map(str, sorted({counts.min(), counts.max()})))
-    even = args.sync or not args.one_task_per_worker and args.num_envs_per_worker % len(tasks) == 0
-    if not even:
-        share = "those on faster workers have more of the samples"
-    elif counts.min() == counts.max():
-        share = "all have the same number of samples"
-    else:
-        share = "samples in proportion to them"
-    return f"{number} environment{'s' * int(counts.max() > 1)} for each of {len(tasks)} tasks: {share}"
 
 
 def human_normalized(task: str, mean_return: float) -> float:
@@ -492,27 +459,34 @@ class LevelCache:
 
 class LabEnv(gym.Env):
     """One environment. Observation: a Dict of `obs`, the image, uint8 [72, 96, 3]; `words`, int64 [16], the numbers of
-    the instruction's words, 0 where there is none; and `task`, int64, the task's number, which only the critic reads.
+    the instruction's words, 0 where there is none; `task`, int64, the task's number, which only the critic reads; and
+    if asked for `last_action_reward`, float32 [actions + 1], one-hot and the reward.
 
     In info: `raw_reward`, the engine's reward, of which scores are sums; and `maps`, what they cost (LevelCache.cost).
     """
 
-    def __init__(self, args: Args, number: int):
-        self.args, self.number, self.lab, self.rng = args, number, None, np.random.default_rng()
+    def __init__(self, args: Args, place: int):
+        """place: among the environments of a split. The first `reset` says the first one's row, options["first_row"]:
+        rows play the tasks in turn."""
+        self.args, self.place, self.lab, self.rng = args, place, None, np.random.default_rng()
         self.metadata = dict(render_modes=["rgb_array"], render_fps=TICKS_PER_SECOND / args.frameskip)
-        self.name = tasks_of(args)[number]
-        self.task = task_of(self.name)
         self.actions = np.array(EXTENDED_ACTIONS if args.extended_action_set else ACTIONS, np.intc)
-        self.observation_space = gym.spaces.Dict(
+        spaces = dict(
             obs=gym.spaces.Box(0, 255, IMAGE, np.uint8),
             words=gym.spaces.Box(0, VOCABULARY - 1, (WORDS,), np.int64),
             task=gym.spaces.Box(0, len(tasks_of(args)) - 1, (), np.int64),
         )
+        if args.last_action_reward:
+            spaces["last_action_reward"] = gym.spaces.Box(-np.inf, np.inf, (len(self.actions) + 1,), np.float32)
+        self.observation_space = gym.spaces.Dict(spaces)
         self.action_space = gym.spaces.Discrete(len(self.actions))
 
-    def start(self) -> None:
+    def start(self, first_row: int = 0) -> None:
         """Makes the engine; not earlier, since `spaces_of` needs none, and the environments are made in one go."""
-        args = self.args
+        args, tasks = self.args, tasks_of(self.args)
+        self.number = (first_row + self.place) % len(tasks)
+        self.name = tasks[self.number]
+        self.task = task_of(self.name)
         folder = prepare_process(engines_folder(args))
         played = Path(args.train_dir, args.experiment, "played") if args.experiment else folder
         self.cache = LevelCache(cache_folder(args), played, self.name)
@@ -520,7 +494,7 @@ class LabEnv(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         if self.lab is None:
-            self.start()
+            self.start((options or {}).get("first_row", 0))
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         if self.task.generated and not self.args.test_levels:
@@ -528,7 +502,7 @@ class LabEnv(gym.Env):
         else:  # an evaluation can be repeated: it asks for the same maps again
             chosen = int(self.rng.integers(2**31 - 1))
         self.lab.reset(seed=chosen)
-        self.frames = 0
+        self.frames, self.last = 0, np.zeros(len(self.actions) + 1, np.float32)
         self.read()
         return self.observation(), dict(maps=self.cache.cost())
 
@@ -539,7 +513,8 @@ class LabEnv(gym.Env):
         self.words[: len(words)] = words
 
     def observation(self) -> dict:
-        return dict(obs=self.image, words=self.words, task=np.array(self.number))
+        parts = dict(obs=self.image, words=self.words, task=np.array(self.number))
+        return parts | (dict(last_action_reward=self.last) if self.args.last_action_reward else {})
 
     def step(self, action):
         raw_reward = self.lab.step(self.actions[action], num_steps=self.args.frameskip)
@@ -548,7 +523,9 @@ class LabEnv(gym.Env):
         if not over:  # at the end the engine has no observation: the one before stays
             self.read()
         # IMPALA's reward: optimistic asymmetric clipping (Espeholt et al. 2018, figure D.1)
-        reward = 5 * math.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3)
+        reward = 5 * np.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3)
+        self.last = np.zeros(len(self.actions) + 1, np.float32)
+        self.last[[action, -1]] = 1.0, reward
         truncated = over and self.frames >= self.task.frames  # the engine does not say why an episode ended
         info = dict(raw_reward=raw_reward, maps=self.cache.cost())
         return self.observation(), reward, over and not truncated, truncated, info
@@ -563,17 +540,17 @@ class LabEnv(gym.Env):
             self.lab = None
 
 
-def make_envs(args: Args, num_envs: int, first_row: int = 0) -> gym.vector.VectorEnv:
-    """The environments of one split of a worker, which are the rows from `first_row` on. Edit this function to train on
-    something else.
+def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
+    """The environments of one split of a worker. Edit this function to train on something else.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, and take
-    Discrete or MultiDiscrete actions. `Agent` sees what `LabEnv` shows. In every step's `info` there may be what
-    `LabEnv` has; `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life; and what
-    else EPISODE names. Actors cannot start processes of multiprocessing (AsyncVectorEnv).
+    Discrete or MultiDiscrete actions. `Agent` sees uint8 images [height, width, channels], at least 36 x 36, and float
+    vectors: one alone, or several in a Dict. In every step's `info` there may be `raw_reward`, a float that scores
+    are sums of; `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life; and what
+    else EPISODE names. Actors cannot start processes of multiprocessing (AsyncVectorEnv). ENV_SHARED_MEMORY is 0 for
+    those without engines. Here `Agent` needs `words` and `task`, too (see LabEnv).
     """
-    numbers = task_numbers(args)[first_row : first_row + num_envs]
-    envs = [functools.partial(LabEnv, args, int(number)) for number in numbers]
+    envs = [functools.partial(LabEnv, args, place) for place in range(num_envs)]
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
 
 
@@ -607,8 +584,6 @@ def spaces_of(args: Args) -> Spaces:
     if not heads or not obs or not all(isinstance(space, gym.spaces.Box) for space in obs.values()):
         raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
                         "Discrete or MultiDiscrete of one dimension, from 0 on")  # fmt: skip
-    if args.last_action_reward:  # WorkerEnvs writes it: the action one-hot, the reward as it is trained on
-        obs["last_action_reward"] = gym.spaces.Box(-np.inf, np.inf, (sum(heads) + 1,), np.float32)
     return Spaces(obs, heads)
 
 
@@ -1110,9 +1085,8 @@ class WorkerEnvs:
         S = args.worker_num_splits
         n = args.num_envs_per_worker // S
         self.args, self.mailbox, self.seed, self.n = args, mailbox, seed, n
-        self.heads = spaces_of(args).heads
+        self.splits = [make_envs(args, n) for _ in range(S)]
         starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
-        self.splits = [make_envs(args, n, start) for start in starts]
         self.rows = [slice(start, start + n) for start in starts]
         self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
         self.totals = np.zeros((S, n, len(EPISODE)))  # of the episodes under way
@@ -1120,10 +1094,9 @@ class WorkerEnvs:
     def reset(self, split: int) -> None:
         """Starts the split's environments."""
         r, mailbox = self.rows[split], self.mailbox
-        self.write(r, self.splits[split].reset(seed=self.seed + split * self.n)[0])
+        options = dict(first_row=r.start)  # which says what tasks its environments play
+        self.write(r, self.splits[split].reset(seed=self.seed + split * self.n, options=options)[0])
         mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
-        if self.args.last_action_reward:
-            mailbox.obs["last_action_reward"][r] = 0.0
         mailbox.maps[r] = 0.0  # what a start compiles is no part of the rates that are reported
 
     def step(self, split: int) -> None:
@@ -1139,9 +1112,6 @@ class WorkerEnvs:
             raise ValueError(f"a reward is not finite: {reward}")
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
-        if self.args.last_action_reward:
-            one_hot = [np.eye(n)[a] for n, a in zip(self.heads, mailbox.action[r].T)]
-            mailbox.obs["last_action_reward"][r] = np.column_stack([*one_hot, reward]) * ~first[:, None]
         mailbox.maps[r] = info.get("maps", 0.0)
         self.ended[split] = terminated | truncated
         own = [info.get(name, np.zeros(self.n)) for name in EPISODE[3:]]
@@ -1296,10 +1266,9 @@ class Inference:
             for source in self.mailbox.obs.values():
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        # Each task's last finished ones, as EPISODE says. Checkpoints keep them: the episodes that end first after a
-        # resume are short ones, whose mean could pass for a best return.
-        self.tasks = task_numbers(args)
-        self.episodes: list[deque[list[float]]] = [deque(maxlen=100) for _ in tasks_of(args)]
+        # The last finished ones, as EPISODE says. Checkpoints keep them: the episodes that end first after a resume are
+        # short ones, whose mean could pass for a best return.
+        self.episodes: list[deque[list[float]]] = [deque(maxlen=100) for _ in tasks_of(args)]  # of each task
         # rows served, and in how many forward passes; seconds waited, by the learner too; sums of Mailbox.maps
         self.counts = Counter()
         self.stopping = False
@@ -1403,7 +1372,7 @@ class Inference:
         self.arrays.action[rows] = actions.cpu().numpy()
         ended = rows[self.arrays.episode[rows, EPISODE.index("episodic_length")] > 0]
         for row in ended:
-            self.episodes[self.tasks[row]].append(self.arrays.episode[row].tolist())
+            self.episodes[self.arrays.obs["task"][row]].append(self.arrays.episode[row].tolist())
         self.counts.update(dict(zip(("compiling", "saved", "unsaved"), self.arrays.maps[rows].sum(0).tolist())))
         for group in groups:
             self.t[group] += 1
@@ -2047,7 +2016,9 @@ def train(typed: Args, folder: Path) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes some of our file descriptors
     args = resolve(typed)
     check_level(args)
-    shares = shares_of_tasks(args)
+    tasks, rows = tasks_of(args), max(1, args.num_workers) * args.num_envs_per_worker
+    if rows < len(tasks):
+        raise UserError(f"{len(tasks)} tasks need {len(tasks)} environments or more, one for each; there are {rows}")
     device = torch.device(args.device)
     if device.type == "cpu":
         # glibc keeps freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU
@@ -2075,8 +2046,6 @@ def train(typed: Args, folder: Path) -> int:
         return 0
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, agent, inference, device)
-    printed = engines_folder(args) / "output.txt"
-    printed.unlink(missing_ok=True)
     if checkpoint:
         load_weights(agent, checkpoint, folder, args)
         learner.load(checkpoint)
@@ -2103,9 +2072,10 @@ def train(typed: Args, folder: Path) -> int:
         f"{args.num_workers} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
         f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
         f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
-        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory, about {envs_memory(args):.1f} GiB of the engines,"
+        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the engines' own,"
         f" {mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
-        f"{shares}; {spaces.heads[0]} actions; what the engines print is in {printed}",
+        f"{len(tasks)} task{'s' * (len(tasks) > 1)}, {spaces.heads[0]} actions; what the engines print is in"
+        f" {engines_folder(args)}/output.txt",
         f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
     ):
         log(line)

@@ -116,10 +116,9 @@ def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor
     appo = importlib.import_module(f"appo_{family}")
     set_up_process(core)
     make = Matches if family == "pbt_doom" else appo.make_envs
-    rows = (worker * args.num_envs_per_worker,) if family == "dmlab" else ()  # which say what task a game plays
-    envs, steps, reset = make(args, args.num_envs_per_worker, *rows), steps.numpy(), reset.numpy()
+    envs, steps, reset = make(args, args.num_envs_per_worker), steps.numpy(), reset.numpy()
     start = time.perf_counter()
-    envs.reset(seed=1000 * worker)
+    envs.reset(seed=1000 * worker, options=dict(first_row=worker * args.num_envs_per_worker))  # says what task a game plays
     reset[worker] = time.perf_counter() - start
     envs.action_space.seed(worker)
     actions = [envs.action_space.sample() for _ in range(256)]  # drawn once: drawing is no part of the simulator
@@ -138,7 +137,7 @@ class Matches:
         self.num_envs = games * len(self.agents)
         self.action_space = gym.vector.utils.batch_space(self.games[0].action_space(self.agents[0]), self.num_envs)
 
-    def reset(self, seed: int) -> None:
+    def reset(self, seed: int, options: dict | None = None) -> None:
         for i, game in enumerate(self.games):
             game.reset(seed=seed + i)
 
@@ -237,7 +236,7 @@ class NullEnvs(gym.vector.VectorEnv):
 def null_actor(family: str, obs: dict[str, gym.spaces.Box], *arguments) -> None:
     """The variant's own actor, with environments that cost nothing."""
     appo = importlib.import_module(f"appo_{family}")
-    appo.make_envs = lambda args, num_envs, *rows: NullEnvs(num_envs, obs)
+    appo.make_envs = lambda args, num_envs: NullEnvs(num_envs, obs)
     appo.actor(*arguments)
 
 

@@ -150,17 +150,17 @@ class Drawing:
 
 
 @torch.inference_mode()
-def play(module, agent, args, options: Options, name: str, worker: int = 0) -> list[float]:
-    """Plays `options.episodes` episodes in the environments of a worker, and draws the first of them. Returns their raw
-    returns, fewer where the window was closed."""
+def play(module, agent, args, options: Options, name: str) -> list[float]:
+    """Plays `options.episodes` episodes in the environments of one worker, and draws the first of them. Returns their
+    raw returns, fewer where the window was closed."""
     count, device = args.num_envs_per_worker, torch.device(args.device)
     per_env = -(-options.episodes // count)  # the same for each: taking the first to end would favour short ones
-    mailbox = module.Mailbox(module.spaces_of(args), max(1, args.num_workers) * count)
+    mailbox = module.Mailbox(module.spaces_of(args), count)
     arrays, state = mailbox.arrays(), torch.zeros(count, agent.state_size, device=device)
     heads = [agent.heads] if hasattr(agent, "heads") else []  # actions that are numbers have none
     returns = [[] for _ in range(count)]
     with contextlib.ExitStack() as stack:
-        envs = stack.enter_context(contextlib.closing(module.WorkerEnvs(args, worker, arrays, args.seed)))
+        envs = stack.enter_context(contextlib.closing(module.WorkerEnvs(args, 0, arrays, args.seed)))
         if (options.save_video or options.watch) and hasattr(module, "drawn_envs"):
             envs.splits = [module.drawn_envs(args, count)]
             print(f"{name} is played in the environments of `drawn_envs`, which can be drawn")
@@ -239,16 +239,16 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
     module.check_level(args)  # of what is played; the data sets of other tasks need not be here
     # Environments of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
     count = 1 if options.watch else min(options.episodes, 16 if len(chosen) == 1 else 4)
-    changes = dict(num_envs_per_worker=count, one_task_per_worker=True, env_id=trained)
+    changes = dict(num_envs_per_worker=count, env_id=trained)
     agent, args, step = module.load_agent(options.folder, options.kind(), **asdict(args) | changes)
     tasks = module.tasks_of(args)
     if unknown := [task for task in chosen if task not in tasks]:
         raise UserError(f"{options.folder} was trained on {trained}, not on {', '.join(unknown)}")
-    args.num_workers = len(tasks)  # task i has the rows of "worker" i, though all play in this process, one by one
     print(f"{options.episodes} episodes a task, {options.actions()}, step {step:,}: mean return +- standard deviation")
     means, scores = [], []
     for task in chosen:
-        returns = play(module, agent, args, options, task, tasks.index(task))
+        # The task's number is then 0, but only the critic reads it
+        returns = play(module, agent, replace(args, env_id=task), options, task)
         if len(returns) < options.episodes:  # the window was closed
             break
         means.append(float(np.mean(returns)))

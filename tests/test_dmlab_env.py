@@ -176,8 +176,8 @@ def make_env(tmp_path, monkeypatch):
     monkeypatch.setattr(appo, "prepare_process", lambda engines: tmp_path / "engines")
     made = []
 
-    def make(number=0, **settings):
-        made.append(appo.LabEnv(appo.resolve(make_args(tmp_path, **settings)), number))
+    def make(place=0, **settings):
+        made.append(appo.LabEnv(appo.resolve(make_args(tmp_path, **settings)), place))
         return made[-1]
 
     yield make
@@ -230,6 +230,18 @@ def test_actions_reach_the_engine_as_it_wants_them(make_env, monkeypatch):
     assert all(action.dtype == np.intc and action.flags.c_contiguous and n == 4 for action, n in seen)
 
 
+def test_the_last_action_and_reward_are_in_the_observation(make_env, monkeypatch):
+    """If asked for; zeros as an episode begins."""
+    env = make_env(last_action_reward=True)
+    for _ in range(2):
+        observation, _ = env.reset(seed=0)
+        assert not observation["last_action_reward"].any() and env.observation_space.contains(observation)
+        monkeypatch.setattr(env.lab, "step", lambda action, num_steps: -1.0)
+        observation, reward, *_ = env.step(np.int64(3))
+        assert observation["last_action_reward"].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, np.float32(reward)] and reward < 0
+        assert env.observation_space.contains(observation)
+
+
 def test_words():
     assert appo.words_of("") == ()
     ball = int(hashlib.md5(b"ball").hexdigest(), 16) % 999 + 1
@@ -239,7 +251,7 @@ def test_words():
 
 
 def test_the_instruction_is_in_the_observation(make_env, monkeypatch):
-    env = make_env(env_id="rooms_watermaze,language_select_described_object", number=1)
+    env = make_env(env_id="rooms_watermaze,language_select_described_object", place=1)
     observation, _ = env.reset(seed=0)
     text = env.lab.observations()["INSTR"]
     words = appo.words_of(text)
@@ -253,33 +265,25 @@ def test_the_instruction_is_in_the_observation(make_env, monkeypatch):
 
 def test_tasks_and_their_environments(tmp_path):
     one = make_args(tmp_path, env_id="contributed/dmlab30/rooms_watermaze", num_workers=2, num_envs_per_worker=4)
-    assert appo.tasks_of(one) == ["rooms_watermaze"] and not appo.task_numbers(one).any()
+    assert appo.tasks_of(one) == ["rooms_watermaze"]
     assert appo.tasks_of(make_args(tmp_path, env_id="dmlab_benchmark")) == ["rooms_collect_good_objects_train"]
     names = "dmlab_benchmark,seekavoid_arena_01,dmlab_benchmark"
     two = make_args(tmp_path, env_id=names, num_workers=1, num_envs_per_worker=4)
     assert appo.tasks_of(two) == ["rooms_collect_good_objects_train", "seekavoid_arena_01"]
-    assert appo.task_numbers(two).tolist() == [0, 1, 0, 1]
-    same, not_same = "all have the same number of samples", "those on faster workers have more of the samples"
-    assert appo.shares_of_tasks(two) == f"2 environments for each of 2 tasks: {same}"
-    every = make_args(tmp_path, env_id="dmlab_30", num_workers=3, num_envs_per_worker=20)
-    assert set(Counter(appo.task_numbers(every)).values()) == {2}
-    assert appo.shares_of_tasks(every) == f"2 environments for each of 30 tasks: {not_same}"
-    every.num_envs_per_worker = 30
-    assert appo.shares_of_tasks(every) == f"3 environments for each of 30 tasks: {same}"
-    every.one_task_per_worker = True
-    assert appo.task_numbers(every).reshape(3, 30).tolist() == [[worker] * 30 for worker in range(3)]
-    with pytest.raises(appo.UserError, match="30 tasks need --num-workers 30 or more"):
-        appo.shares_of_tasks(every)
     assert len(appo.TASKS) == 30 and sum(task.generated for task in appo.TASKS.values()) == 15
 
 
-@pytest.mark.parametrize("one_task_per_worker, tasks", [(False, [0, 1, 0, 1, 0, 1]), (True, [0, 0, 0, 1, 1, 1])])
-def test_observations_and_statistics_agree_on_the_task_of_a_row(make_env, tmp_path, one_task_per_worker, tasks):
+def test_a_task_without_an_environment_is_refused(make_env, tmp_path):
+    args = make_args(tmp_path, env_id="dmlab_30", num_workers=2, num_envs_per_worker=14)
+    with pytest.raises(appo.UserError, match="30 tasks need 30 environments or more, one for each; there are 28"):
+        appo.train(args, tmp_path / "e")
+
+
+def test_observations_and_statistics_agree_on_the_task_of_a_row(make_env, tmp_path):
     """Episodes have 60 and 40 steps here. Three environments a worker, so that workers begin with different tasks."""
     args = appo.resolve(make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01", num_workers=2, rollout=70,
                                   num_envs_per_worker=3, worker_num_splits=3, batch_size=70, encoder="convnet",
-                                  hidden_size=32, precision="float32",
-                                  one_task_per_worker=one_task_per_worker))  # fmt: skip
+                                  hidden_size=32, precision="float32"))  # fmt: skip
     spaces = appo.spaces_of(args)
     inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
     workers = [appo.WorkerEnvs(args, worker, inference.arrays, worker) for worker in range(2)]
@@ -290,7 +294,7 @@ def test_observations_and_statistics_agree_on_the_task_of_a_row(make_env, tmp_pa
         inference.serve(list(range(6)))
     for envs in workers:
         envs.close()
-    assert inference.arrays.obs["task"].tolist() == tasks
+    assert inference.arrays.obs["task"].tolist() == [0, 1, 0, 1, 0, 1]
     assert [[length for *_, length in episodes] for episodes in inference.episodes] == [[60] * 3, [40] * 3]
 
 
@@ -719,7 +723,7 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
     r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500",
             **with_stand_in(STAND_IN_COMPILE="1"))  # fmt: skip
     assert r.wait(90) == 0, r.text()
-    assert "all environments play lasertag_one_opponent_small; 9 actions" in r.text() and "log of" not in r.text()
+    assert "1 task, 9 actions; what the engines print is in" in r.text() and "log of" not in r.text()
     printed = (tmp_path / "e" / "engines" / "output.txt").read_text()
     assert "log of contributed/dmlab30/lasertag_one_opponent_small" in printed
     newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
@@ -808,7 +812,7 @@ def test_every_task_is_reported(run, tmp_path):
             "--dataset-path", "dummy", "--experiment", "e", "--total-timesteps", "9000", "--batch-size", "240",
             **with_stand_in())  # fmt: skip
     assert r.wait(120) == 0, r.text()
-    assert "1 environment for each of 30 tasks: all have the same number of samples; 15 actions" in r.text()
+    assert "30 tasks, 15 actions; what the engines print is in" in r.text()
     found = scalars(tmp_path / "e")
     assert {f"tasks/{task}/episodic_return" for task in appo.TASKS} < set(found)
     assert {"charts/human_normalized", "charts/human_normalized_capped", "stats/compiling"} < set(found)
