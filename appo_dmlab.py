@@ -396,8 +396,8 @@ class LevelCache:
         self.folder, self.seeds, self.played = folder, folder / f"{name}.seeds", played / f"{name}.played"
         for path in (folder, played):
             path.mkdir(parents=True, exist_ok=True)
-        self.seed, self.mine, self.began = "", set(), 0.0  # mine: seeds that this environment played
-        self.seconds, self.saved, self.unsaved = 0.0, 0, 0  # see cost
+        self.seed, self.mine = "", set()  # mine: seeds that this environment played
+        self.began = self.seconds = 0.0  # when the engine began to compile a map, and how long it has compiled
 
     @staticmethod
     def read(path: Path) -> set[str]:
@@ -408,19 +408,15 @@ class LevelCache:
     def next_seed(self, rng: np.random.Generator) -> int:
         """A seed that this experiment has not played yet: one whose maps are there, while there are any."""
         self.seed = str(rng.integers(2**31 - 1))
-        try:
-            with open(self.played, "a") as file:
-                with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.flock(file, fcntl.LOCK_EX)  # the experiment's other environments choose too
-                played = self.mine | self.read(self.played)
-                cached = self.read(self.seeds)
-                if ready := sorted(cached - played):
-                    self.seed = ready[rng.integers(len(ready))]
-                while self.seed in played:
-                    self.seed = str(rng.integers(2**31 - 1))
-                file.write(f"\n{self.seed}")
-        except OSError:  # the disk is full: go on without
-            self.unsaved += 1
+        with contextlib.suppress(OSError), open(self.played, "a") as file:  # where the disk is full: go on without
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # the experiment's other environments choose too
+            played = self.mine | self.read(self.played)
+            if ready := sorted(self.read(self.seeds) - played):
+                self.seed = ready[rng.integers(len(ready))]
+            while self.seed in played:
+                self.seed = str(rng.integers(2**31 - 1))
+            file.write(f"\n{self.seed}")
         self.mine.add(self.seed)
         return int(self.seed)
 
@@ -441,20 +437,12 @@ class LevelCache:
                 raise OSError("the rest is for checkpoints")
             shutil.copyfile(pk3_path, temporary)
             os.replace(temporary, self.folder / f"{key}.pk3")
-            self.saved += 1
             if self.seed:  # not of levels that compile maps within an episode, which are not chosen by what is there
                 with open(self.seeds, "a") as file:
                     file.write(f"\n{self.seed}")
-        except OSError:  # the disk is nearly full: go on without
-            self.unsaved += 1
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-
-    def cost(self) -> np.ndarray:
-        """Since the last call: seconds in which maps were compiled, maps that the folder took, and did not take."""
-        cost = np.array([self.seconds, self.saved, self.unsaved])
-        self.seconds, self.saved, self.unsaved = 0.0, 0, 0
-        return cost
+        except OSError:
+            gym.logger.warn("a map was not saved in %s: is the disk full? The run goes on without", self.folder)
+            temporary.unlink(missing_ok=True)
 
 
 class LabEnv(gym.Env):
@@ -462,7 +450,8 @@ class LabEnv(gym.Env):
     the instruction's words, 0 where there is none; `task`, int64, the task's number, which only the critic reads; and
     if asked for `last_action_reward`, float32 [actions + 1], one-hot and the reward.
 
-    In info: `raw_reward`, the engine's reward, of which scores are sums; and `maps`, what they cost (LevelCache.cost).
+    In every step's info: `raw_reward`, the engine's reward, of which scores are sums; and `compile_seconds`, how long
+    the engine compiled maps, in the first step with those of the reset before it.
     """
 
     def __init__(self, args: Args, place: int):
@@ -504,7 +493,7 @@ class LabEnv(gym.Env):
         self.lab.reset(seed=chosen)
         self.frames, self.last = 0, np.zeros(len(self.actions) + 1, np.float32)
         self.read()
-        return self.observation(), dict(maps=self.cache.cost())
+        return self.observation(), {}
 
     def read(self) -> None:
         observations = self.lab.observations()
@@ -527,7 +516,8 @@ class LabEnv(gym.Env):
         self.last = np.zeros(len(self.actions) + 1, np.float32)
         self.last[[action, -1]] = 1.0, reward
         truncated = over and self.frames >= self.task.frames  # the engine does not say why an episode ended
-        info = dict(raw_reward=raw_reward, maps=self.cache.cost())
+        info = dict(raw_reward=raw_reward, compile_seconds=self.cache.seconds)
+        self.cache.seconds = 0.0
         return self.observation(), reward, over and not truncated, truncated, info
 
     def render(self) -> np.ndarray:
@@ -592,7 +582,7 @@ def spaces_of(args: Args) -> Spaces:
 
 # What is summed over each episode, and reported as the mean of the last 100 of them: the environment's own reward, the
 # reward as it is trained on, and 1 a step. A name of your own, added here, is summed over the environment's info[name].
-EPISODE = ("episodic_return", "episodic_return_trained", "episodic_length")
+EPISODE = ("episodic_return", "episodic_return_trained", "episodic_length", "compile_seconds")
 
 
 def room_for(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
@@ -617,8 +607,6 @@ class Mailbox:
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
         self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now (a length of 0: none did)
-        # of the last step: seconds in which maps were compiled, maps that the cache took, and that it did not take
-        self.maps = torch.zeros(rows, 3)
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
 
@@ -1097,7 +1085,6 @@ class WorkerEnvs:
         options = dict(first_row=r.start)  # which says what tasks its environments play
         self.write(r, self.splits[split].reset(seed=self.seed + split * self.n, options=options)[0])
         mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
-        mailbox.maps[r] = 0.0  # what a start compiles is no part of the rates that are reported
 
     def step(self, split: int) -> None:
         r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
@@ -1112,7 +1099,6 @@ class WorkerEnvs:
             raise ValueError(f"a reward is not finite: {reward}")
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
         mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
-        mailbox.maps[r] = info.get("maps", 0.0)
         self.ended[split] = terminated | truncated
         own = [info.get(name, np.zeros(self.n)) for name in EPISODE[3:]]
         totals += np.stack([raw_reward, reward, np.ones(self.n), *own], axis=-1) * ~first[:, None]
@@ -1269,8 +1255,7 @@ class Inference:
         # The last finished ones, as EPISODE says. Checkpoints keep them: the episodes that end first after a resume are
         # short ones, whose mean could pass for a best return.
         self.episodes: list[deque[list[float]]] = [deque(maxlen=100) for _ in tasks_of(args)]  # of each task
-        # rows served, and in how many forward passes; seconds waited, by the learner too; sums of Mailbox.maps
-        self.counts = Counter()
+        self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
         self.stopping = False
 
     def release(self, slots: np.ndarray) -> None:
@@ -1373,7 +1358,6 @@ class Inference:
         ended = rows[self.arrays.episode[rows, EPISODE.index("episodic_length")] > 0]
         for row in ended:
             self.episodes[self.arrays.obs["task"][row]].append(self.arrays.episode[row].tolist())
-        self.counts.update(dict(zip(("compiling", "saved", "unsaved"), self.arrays.maps[rows].sum(0).tolist())))
         for group in groups:
             self.t[group] += 1
         self.counts["rows"] += n
@@ -1910,7 +1894,6 @@ class Reporter:
                         dynamic_ncols=True, bar_format="{desc} {percentage:.0f}%{bar}{remaining}{postfix}",
                         disable=None)  # fmt: skip
         self.metrics, self.last = {}, self.now()
-        self.minute, self.warned = deque(maxlen=12), False
 
     def now(self) -> Counter:
         counts = dict(time=time.monotonic(), step=self.learner.global_step, version=self.learner.version)
@@ -1928,8 +1911,6 @@ class Reporter:
             return -np.inf
         self.last = now
         fps = change["step"] * self.args.frameskip / seconds
-        self.minute.append((seconds, change["compiling"]))  # it comes in lumps, when a step has ended
-        spent, compiling = np.sum(self.minute, axis=0)
         scalars = self.metrics | {
             "charts/SPS": change["step"] / seconds,
             "charts/FPS": fps,
@@ -1937,10 +1918,9 @@ class Reporter:
             "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
             "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
             "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
-            "stats/compiling": compiling / spent / max(1, self.args.num_workers),  # actors compile maps: over a minute
         }
-        score, score_text, scores = self.scores()
-        scalars |= scores
+        best, score, means = self.scores()
+        scalars |= means
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         if change["blocked"] >= change["waited"]:
@@ -1949,15 +1929,12 @@ class Reporter:
             bottleneck = "environments"
         else:
             bottleneck = "inference"
-        if change["unsaved"] and not self.warned:
-            self.warned = True
-            self.log("warning: a map or its seed was not saved (is the disk nearly full?); the run goes on without")
-        text = f"{score_text}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
+        text = f"{score}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
         self.bar.set_postfix_str(text)
         self.log(f"step {step:,}: {text}", self.bar.disable)
         if not change["version"]:
             self.log(f"warning: no update in {seconds:.0f} s: no sample could be used (lag/masked: --max-policy-lag)")
-        return score
+        return best
 
     def scores(self) -> tuple[float, str, dict[str, float]]:
         """The score over all tasks (-inf before each has enough episodes), its text as soon as each has one, and means

@@ -35,7 +35,7 @@ def random_returns(appo, env_id: str) -> np.ndarray:
         while min(map(len, returns)) < EPISODES:
             mailbox.action[:] = actions.sample().reshape(GAMES, -1)
             envs.step(0)
-            for episodes, (score, _, length) in zip(returns, mailbox.episode):
+            for episodes, (score, _, length, *_) in zip(returns, mailbox.episode):
                 if length and len(episodes) < EPISODES:
                     episodes.append(float(score))
     finally:

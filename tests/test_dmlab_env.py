@@ -295,7 +295,7 @@ def test_observations_and_statistics_agree_on_the_task_of_a_row(make_env, tmp_pa
     for envs in workers:
         envs.close()
     assert inference.arrays.obs["task"].tolist() == [0, 1, 0, 1, 0, 1]
-    assert [[length for *_, length in episodes] for episodes in inference.episodes] == [[60] * 3, [40] * 3]
+    assert [[episode[2] for episode in episodes] for episodes in inference.episodes] == [[60] * 3, [40] * 3]
 
 
 @pytest.mark.parametrize("settings, sentence", [
@@ -380,77 +380,74 @@ def test_a_map_is_whole_or_compiled_anew(tmp_path):
         stored.write_bytes(damaged)
         assert not one.fetch("map_7", str(target))
     store(one, tmp_path, 7)
-    assert one.fetch("map_7", str(target)) and one.unsaved == 0
+    assert one.fetch("map_7", str(target))
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".pk3", ".seeds"], "nothing half-written"
 
 
-def test_a_full_disk_is_counted_and_survived(tmp_path, monkeypatch):
+def test_a_full_disk_is_told_and_survived(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
     one = cache(tmp_path)
     monkeypatch.setattr(appo.os, "replace", full)
-    store(one, tmp_path, 1)
-    assert one.unsaved == 1 and not list((tmp_path / "cache").iterdir()) and one.seconds > 0
+    with pytest.warns(UserWarning, match="a map was not saved in .*cache"):
+        store(one, tmp_path, 1)
+    assert not list((tmp_path / "cache").iterdir()) and one.seconds > 0
     one.played.touch()
     one.seeds.write_text("".join(f"{seed}\n" for seed in range(10)))
     monkeypatch.setattr(appo, "open", lambda path, mode: open("/dev/full", mode), raising=False)
     rng = np.random.default_rng(0)
     assert {one.next_seed(rng) for _ in range(10)} == set(range(10)), "none twice, though no list can be kept"
-    assert one.unsaved == 11
 
 
 def test_some_room_is_left_for_checkpoints(tmp_path, monkeypatch):
     one = cache(tmp_path)
     monkeypatch.setattr(appo, "DISK_RESERVE", 2**60)
-    store(one, tmp_path, 1)
-    assert one.unsaved == 1 and one.saved == 0 and not list((tmp_path / "cache").iterdir())
+    with pytest.warns(UserWarning, match="a map was not saved in .*cache"):
+        store(one, tmp_path, 1)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def compile_seconds(env, **options) -> float:
+    env.reset(**options)
+    return env.step(0)[-1]["compile_seconds"]
 
 
 def test_a_run_compiles_each_map_once(make_env, tmp_path):
-    """An environment of one experiment and one of another; what is compiled is told in info, once."""
+    """An environment of one experiment and one of another; what was compiled is told in the first step's info, once."""
     one, other = (make_env(env_id="explore_object_locations_small", experiment=name) for name in ("e", "f"))
     for seed in range(3):
-        seconds, saved, unsaved = one.reset(seed=seed)[1]["maps"]
-        assert seconds > 0 and (saved, unsaved) == (1, 0) and not one.step(0)[-1]["maps"].any()
-    costs = [other.reset(seed=seed)[1]["maps"].tolist() for seed in range(5, 8)]
-    assert costs == [[0, 0, 0]] * 3, "the other run finds them"
-    assert other.reset()[1]["maps"][0] > 0
+        seconds = compile_seconds(one, seed=seed)
+        assert seconds > 0 and one.step(0)[-1]["compile_seconds"] == 0
+    assert [compile_seconds(other, seed=seed) for seed in range(5, 8)] == [0, 0, 0], "the other run finds them"
+    assert compile_seconds(other) > 0
 
 
 def test_an_evaluation_can_be_repeated(make_env):
     """Other maps than in training, the same each time; it uses up no seed and lists none."""
     one, two = (make_env(env_id="explore_object_locations_small", test_levels=True) for _ in range(2))
-    seconds = [env.reset(seed=1)[1]["maps"][0] for env in (one, two)]
+    seconds = [compile_seconds(env, seed=1) for env in (one, two)]
     assert seconds[0] > 0 == seconds[1] and not one.cache.played.exists() and not one.cache.seeds.exists()
     training = make_env(env_id="explore_object_locations_small")
     training.reset(seed=1)
     assert one.lab.config["mixerSeed"] == str(0x600D5EED) and "mixerSeed" not in training.lab.config
 
 
-def test_what_maps_cost_is_told_to_the_main_process(make_env, tmp_path, monkeypatch):
-    """Once for each map; what a start costs is left out, also in the rows of an actor whose predecessor died."""
-    args = appo.resolve(make_args(tmp_path, env_id="explore_object_locations_small", num_envs_per_worker=2, rollout=130,
-                                  encoder="convnet", hidden_size=32, precision="float32"))  # fmt: skip
-    spaces = appo.spaces_of(args)
-    inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
-    inference.arrays.maps[:] = 7.0
-    envs = appo.WorkerEnvs(args, 0, inference.arrays, 0)
-    envs.reset(0)
-    inference.serve([0])
-    names = "compiling", "saved", "unsaved"
-    costs = [[inference.counts[name] for name in names]]
-    for reserve in (appo.DISK_RESERVE, 2**60):
-        monkeypatch.setattr(appo, "DISK_RESERVE", reserve)
-        for _ in range(61):  # an episode and the step that resets
+def test_what_maps_cost_is_told_with_each_episode(make_env, tmp_path):
+    """Whose map the reset before it has compiled, or found."""
+    args = appo.resolve(make_args(tmp_path, env_id="explore_object_locations_small", num_envs_per_worker=2))
+    mailbox, costs = appo.Mailbox(appo.spaces_of(args), 2).arrays(), []
+    for experiment in ("e", "f"):
+        envs = appo.WorkerEnvs(replace(args, experiment=experiment), 0, mailbox, 0)
+        envs.reset(0)
+        for step in range(121):  # an episode, the step that resets, and an episode
             envs.step(0)
-            inference.serve([0])
-        costs.append([inference.counts[name] for name in names])
-    envs.close()
-    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) == 4, "each start compiled a map, too, but only one"
-    assert len(next((tmp_path / "e" / "played").iterdir()).read_text().split()) == 6, "no seed for nothing"
-    assert [cost[1:] for cost in costs] == [[0, 0], [2, 0], [2, 2]]
-    assert 0 == costs[0][0] < costs[1][0] < costs[2][0]
+            if mailbox.episode[0, 2]:
+                costs.append(mailbox.episode[:, appo.EPISODE.index("compile_seconds")].tolist())
+        envs.close()
+    assert len(costs) == 4 and all(costs[0] + costs[1]) and not any(costs[2] + costs[3])
+    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) == 4
+    assert len(next((tmp_path / "e" / "played").iterdir()).read_text().split()) == 4, "no seed for nothing"
 
 
 def test_evaluation_plays_the_chosen_tasks_and_keeps_its_state(make_env, tmp_path, monkeypatch):
@@ -815,7 +812,7 @@ def test_every_task_is_reported(run, tmp_path):
     assert "30 tasks, 15 actions; what the engines print is in" in r.text()
     found = scalars(tmp_path / "e")
     assert {f"tasks/{task}/episodic_return" for task in appo.TASKS} < set(found)
-    assert {"charts/human_normalized", "charts/human_normalized_capped", "stats/compiling"} < set(found)
+    assert {"charts/human_normalized", "charts/human_normalized_capped", "charts/compile_seconds"} < set(found)
     printed = tmp_path / "e" / "engines" / "output.txt"
     printed.unlink()
     text = play_run(tmp_path / "e", "--episodes", "1")
