@@ -20,11 +20,11 @@ On 2 cores of an AMD EPYC (Zen 3, no GPU) the first command with `--encoder conv
 minutes and 1.2 million frames (random actions: 0.07, people: 10; one seed, 2026-11-23; benchmark/learning_dmlab.sh).
 
 A deliberate edit of appo_doom.py. What differs: one level or the 30 tasks of DMLab-30 (`TASKS`, `LabEnv`), their
-generated maps in a cache that runs share (`LevelCache`), the network, which reads instructions
-(`Agent`) and, if asked to, the last action and reward, values in units of their own for each task (`PopArt`), and
-returns that are reported task by task, also in per cent of what people reach. At an episode's end the engine has no
-observation: the one before stands for it. All else is the same text. The engine, deepmind_lab, is in no package
-registry.
+generated maps in a cache that runs share (`LevelCache`), the network, which reads instructions (`Agent`) and, if asked
+to, the last action and reward, values in units of their own for each task (`PopArt`), returns that are reported task by
+task, also in per cent of what people reach, of which the mean over tasks chooses best.pth (`Reporter.scores`), and in
+`resolve` the learner's threads on a CPU and the time-out of actors. What engines print is in engines/output.txt, in the
+run's folder. All else is the same text. The engine, deepmind_lab, is in no package registry.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+
@@ -58,7 +58,8 @@ observation is the first of the next episode. So two flags say all there is to k
 
 and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
 cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
-last step bootstraps from the value of the true last observation.
+last step bootstraps from the value of the last observation, which is the one before it again: this engine has none at
+an episode's end.
 """
 
 import contextlib
@@ -186,7 +187,8 @@ class Args:
     reward_scale: float = 1.0  # rewards are multiplied by this (on top of the environment's own scale)
     reward_clip: float = 10.0  # then clipped to +- this
     normalize_input: bool = True  # every pixel by its running mean and variance; off: pixels / 255
-    normalize_returns: bool = True  # values and their losses in units of their own, for each task (PopArt)
+    normalize_returns: bool = True
+    """values and their loss in units of their own (PopArt); if a resumed run turns it off, it keeps the last units"""
     encoder: Literal["impala", "convnet"] = "impala"
     """the residual convolutions of Espeholt et al. (2018), or Sample Factory's two plain ones (convnet_impala)"""
     last_action_reward: bool = False  # the network also sees the last action and reward; zeros as an episode begins
@@ -735,12 +737,12 @@ class Residual(nn.Module):
 
 
 class PopArt(nn.Module):
-    """A value head in units of its own for each task (van Hasselt et al. 2016; with V-trace and many tasks Hessel et
-    al. 2019). `linear` predicts (value - mean) / std, with the running mean and standard deviation of the task's
-    V-trace targets. When these move, `linear` is rescaled so that no value changes."""
+    """A value head in units of its own (van Hasselt et al. 2016; with V-trace Hessel et al. 2019). `linear` predicts
+    (value - mean) / std, with the running mean and standard deviation of the V-trace targets. When these move, `linear`
+    is rescaled so that no value changes. Each task has an output of `linear` and statistics."""
 
-    START = 1_000  # samples of mean 0 and deviation 1 that come before the first: a task's first ones are much alike
-    MEMORY = 100_000  # samples of a task that the statistics remember: then older ones fade, as returns grow
+    START = 1_000  # as if so many samples of mean 0 and deviation 1 came first: the real first ones are much alike
+    MEMORY = 100_000  # samples that the statistics remember: then older ones fade, as returns grow
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -750,24 +752,26 @@ class PopArt(nn.Module):
 
     def forward(self, x: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
         """x [..., features], task int64 [...] -> values in the reward's units [...]"""
-        value = self.linear(x).gather(-1, task.unsqueeze(-1)).squeeze(-1)
-        return value * self.std[task] + self.mean[task]
+        values = self.linear(x) * self.std + self.mean  # of every task
+        return values.gather(-1, task.unsqueeze(-1)).squeeze(-1)
 
     @torch.no_grad()
     def update(self, targets: torch.Tensor, task: torch.Tensor, mask: torch.Tensor) -> None:
-        """targets [N] in the reward's units, of tasks int64 [N], of which bool mask [N] count; merges two sets of
+        """targets [...] in the reward's units, of tasks int64 [...], of which bool mask [...] count; merges two sets of
         statistics as Normalizer.update does."""
-        mine = F.one_hot(task, len(self.mean)) * mask.unsqueeze(-1)  # [N, tasks]
+        targets, mine = targets[mask].unsqueeze(-1), F.one_hot(task[mask], len(self.mean))  # [N, 1], [N, tasks]
         samples, part, _ = moments(mine)  # how many there are, and what part of them is of each task
+        if samples == 0:
+            return
         n, part = (samples * part).round(), part.clamp(min=1 / samples)
-        _, mean, _ = moments(targets.unsqueeze(-1) * mine / part)
-        _, var, _ = moments((targets.unsqueeze(-1) - mean).square() * mine / part)
+        mean = moments(targets * mine)[1] / part
+        var = moments((targets - mean).square() * mine)[1] / part
         total = self.count + n
         share, delta = n / total, mean - self.mean
         self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
         old_mean, old_std = self.mean.clone(), self.std.clone()
         self.mean.add_(share * delta)
-        self.std.copy_(self.var.sqrt().clamp(min=0.01))  # of rewards up to 5; Hessel et al. have 1e-4
+        self.std.copy_(self.var.sqrt().clamp(min=0.01))
         self.linear.weight.mul_((old_std / self.std).unsqueeze(-1))
         self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
         self.count.copy_(total.clamp(max=self.MEMORY))
@@ -1017,17 +1021,15 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
 
     task = batch.obs["task"][:-1]
-    unit = agent.critic.std[task]
-    advantages = advantages / unit  # so that no task drowns the others; the value loss does the same (PopArt)
-
+    advantages = advantages / agent.critic.std[task]  # so that no task drowns the others; as in the value loss
     mean = functools.partial(masked_mean, mask=batch.mask.float())  # converted once: bool x float is slow
     advantages = advantages - mean(advantages)
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_losses = -torch.min(ratio * advantages, clipped * advantages)
 
-    target, old, reach = vs[:-1], batch.values, args.ppo_clip_value * unit
-    value_error = (values[:-1] - target).square()
+    target, old, unit = vs[:-1], batch.values, agent.critic.std[task]
+    value_error, reach = (values[:-1] - target).square(), args.ppo_clip_value * unit
     clipped_error = (old + (values[:-1] - old).clamp(-reach, reach) - target).square()
     value_losses = torch.max(value_error, clipped_error) / unit.square()
 
@@ -1472,8 +1474,7 @@ class Learner:
         loss, target, metrics = appo_loss(self.args, self.agent, batch)
         grad_norm = self.step(loss, batch.mask)
         if self.args.normalize_returns and last_epoch:  # every sample counts once
-            task = batch.obs["task"][:-1]
-            self.agent.critic.update(target.flatten(), task.flatten(), batch.mask.flatten())
+            self.agent.critic.update(target, batch.obs["task"][:-1], batch.mask)
         return {} if grad_norm is None else metrics | {"losses/grad_norm": grad_norm}
 
     def step(self, loss: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
@@ -1758,7 +1759,7 @@ AT_MOST = dict(seed=2**31 - 1, worker_num_splits=255, vtrace_rho=20, vtrace_c=20
                vtrace_lambda=1)  # fmt: skip
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
 # Flags of one session, not of the experiment; and what a resumed run may not change
-SESSION, FIXED = ("train_for_seconds", "test_levels"), ("env_id", "extended_action_set", "normalize_returns")
+SESSION, FIXED = ("train_for_seconds", "test_levels"), ("env_id", "extended_action_set")
 
 
 def resolve(args: Args) -> Args:
@@ -1794,8 +1795,7 @@ def resolve(args: Args) -> Args:
         args.sync, args.worker_num_splits = True, 1
     elif args.worker_num_splits is None:
         args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
-    # On a CPU learning with the ResNet costs more than inference and the environments together (benchmark/results/
-    # parts_dmlab.json): it may use every core.
+    # On a CPU learning with the ResNet costs more than inference and the environments together: it may use every core.
     learner_share, inference_share = (1, 1) if args.sync else (1, 4)
     args.learner_threads = args.learner_threads or (max(1, n // learner_share) if cpu else 1)
     args.inference_threads = args.inference_threads or (max(1, n // inference_share) if cpu else 1)
