@@ -116,9 +116,8 @@ class Args:
     # --- run
     env_id: str = "rooms_collect_good_objects_train"
     """dmlab_30, a level by its name, with or without contributed/dmlab30/, several with commas between them, or one of
-    Sample Factory's short names: dmlab_benchmark, dmlab_benchmark_slow_reset, dmlab_sparse, dmlab_sparse_doors,
-    dmlab_nonmatch, dmlab_watermaze. Rows play the tasks in turn: all get the same number of samples if
-    --num-envs-per-worker is a multiple of theirs"""
+    Sample Factory's short names, such as dmlab_benchmark. Rows play the tasks in turn: all get the same number of
+    samples if --num-envs-per-worker is a multiple of theirs"""
     extended_action_set: Auto[bool] = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9. Default: with dmlab_30
     dataset_path: Auto[str] = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours"""
@@ -326,13 +325,8 @@ def make_lab(args: Args, name: str, **where):
 
 
 def check_level(args: Args) -> None:
-    """Raises UserError for a level that the engine does not have, or a data set or a folder that is missing."""
+    """Raises UserError for a level that the engine does not have, or a data set that is missing."""
     tasks = tasks_of(args)
-    lab_module()
-    try:
-        cache_folder(args).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {cache_folder(args)}: {error.strerror}") from None
     needy = [task for task in tasks if task_of(task).dataset]
     if needy and args.dataset_path is None:
         raise UserError(f"--dataset-path is missing, for {' and '.join(needy)}: the folder of the data set "
@@ -494,33 +488,29 @@ class LabEnv(gym.Env):
             chosen = int(self.rng.integers(2**31 - 1))
         self.lab.reset(seed=chosen)
         self.frames, self.last = 0, np.zeros(len(self.actions) + 1, np.float32)
-        self.read()
         return self.observation(), {}
 
-    def read(self) -> None:
-        observations = self.lab.observations()
-        self.image, self.words = observations["RGB_INTERLEAVED"], np.zeros(WORDS, np.int64)
-        words = words_of(observations["INSTR"])
-        self.words[: len(words)] = words
-
     def observation(self) -> dict:
+        """At an episode's end the engine has none: image and words stay those of the one before."""
+        if self.lab.is_running():
+            state = self.lab.observations()
+            words = words_of(state["INSTR"])
+            self.image, self.words = state["RGB_INTERLEAVED"], np.zeros(WORDS, np.int64)
+            self.words[: len(words)] = words
         parts = dict(obs=self.image, words=self.words, task=np.array(self.number))
         return parts | (dict(last_action_reward=self.last) if self.args.last_action_reward else {})
 
     def step(self, action):
         raw_reward = self.lab.step(self.actions[action], num_steps=self.args.frameskip)
         self.frames += self.args.frameskip
-        over = not self.lab.is_running()
-        if not over:  # at the end the engine has no observation: the one before stays
-            self.read()
         # IMPALA's reward: optimistic asymmetric clipping (Espeholt et al. 2018, figure D.1)
         reward = 5 * np.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3)
         self.last = np.zeros(len(self.actions) + 1, np.float32)
         self.last[[action, -1]] = 1.0, reward
-        truncated = over and self.frames >= self.task.frames  # the engine does not say why an episode ended
+        over, in_time = not self.lab.is_running(), self.frames < self.task.frames  # the engine does not say why
         info = dict(raw_reward=raw_reward, compile_seconds=self.cache.seconds)
         self.cache.seconds = 0.0
-        return self.observation(), reward, over and not truncated, truncated, info
+        return self.observation(), reward, over and in_time, over and not in_time, info
 
     def render(self) -> np.ndarray:
         """The engine's picture, uint8 [72, 96, 3]."""
