@@ -19,12 +19,13 @@
 On 2 cores of an AMD EPYC (Zen 3, no GPU) the first command with `--encoder convnet` reaches a mean return of 7 in 17
 minutes and 1.2 million frames (random actions: 0.07, people: 10; one seed, 2026-11-23; benchmark/learning_dmlab.sh).
 
-A deliberate edit of appo_doom.py. What differs: one level or the 30 tasks of DMLab-30 (`TASKS`, `LabEnv`), their
-generated maps in a cache that runs share (`LevelCache`), the network, which reads instructions (`Agent`) and, if asked
-to, the last action and reward, values in units of their own for each task (`PopArt`), returns that are reported task by
-task, also in per cent of what people reach, of which the mean over tasks chooses best.pth (`Reporter.scores`), and in
-`resolve` the learner's threads on a CPU and the time-out of actors. What engines print is in engines/output.txt, in the
-run's folder. All else is the same text. The engine, deepmind_lab, is in no package registry.
+A deliberate edit of appo_doom.py. What differs: one level or the 30 tasks of DMLab-30 (`TASKS`, `LabEnv`), with their
+time limits, as the engine does not say why an episode ended, their generated maps in a cache that runs share
+(`LevelCache`), the network, which reads instructions (`Agent`) and, if asked to, the last action and reward, values in
+units of their own for each task (`PopArt`), returns that are reported task by task, also in per cent of what people
+reach, of which the mean over tasks chooses best.pth (`Reporter.scores`), and in `resolve` the learner's threads on a
+CPU and how long an actor may take. What engines print is in engines/output.txt, in the run's folder. All else is the
+same text. The engine, deepmind_lab, is in no package registry.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+
