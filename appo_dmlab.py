@@ -668,9 +668,10 @@ def moments(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
 class Normalizer(nn.Module):
     """Running mean and variance of every element of an input, in float32; clips to +-5, as Sample Factory 2 does."""
 
-    def __init__(self, shape: tuple[int, ...], unit: float):
+    def __init__(self, shape: tuple[int, ...], unit: float, dtype: torch.dtype = torch.float32):
+        """dtype: of what is returned, that of the network behind it: an image is then written once."""
         super().__init__()
-        self.unit = unit
+        self.unit, self.dtype = unit, dtype
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("var", torch.ones(shape))
@@ -681,11 +682,12 @@ class Normalizer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype.is_floating_point:
             return torch.addcmul(self.shift, x, self.scale).clamp_(-5, 5)
-        out = torch.empty(x.shape, device=x.device)
+        out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
         # On a CPU in pieces that stay in the cache: 14 ms instead of 22 ms for 1056 images.
         chunk = 16 if x.device.type == "cpu" else len(x)
         for part, to in zip(x.split(chunk), out.split(chunk)):
-            torch.addcmul(self.shift, to.copy_(part), self.scale, out=to).clamp_(-5, 5)
+            part = part.float()
+            to.copy_(torch.addcmul(self.shift, part, self.scale, out=part).clamp_(-5, 5))
         return out
 
     @torch.no_grad()
@@ -837,7 +839,8 @@ class Agent(nn.Module):
                 raise UserError("this network sees images, uint8 [height, width, channels] of at least 36 x 36, and "
                                 f"vectors of other types; not {name}: {space}")  # fmt: skip
             if image or args.normalize_input:
-                self.normalizers[name] = Normalizer(space.shape, unit=255.0 if image else 1.0)
+                dtype = torch.bfloat16 if image and args.precision == "bfloat16" else torch.float32
+                self.normalizers[name] = Normalizer(space.shape, 255.0 if image else 1.0, dtype)
         core_input = len(self.images) * args.hidden_size
         if self.vectors:
             self.vector_fc = nn.Sequential(

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -95,7 +96,7 @@ def bare(env_id: str, seconds: float = 5.0) -> float:
 
 
 def parts(env_id: str, rounds: int = 300) -> dict[str, float]:
-    """Microseconds a step (a sample) of each part, alone, in one thread: medians."""
+    """Microseconds a step (a sample) of each part: alone, in one thread, medians; and in a run."""
     torch.set_num_threads(1)
     args = appo_gym.resolve(appo_gym.Args(env_id=env_id, num_workers=2, device="cpu"))
     spaces, device = appo_gym.spaces_of(args), torch.device("cpu")
@@ -138,7 +139,39 @@ def parts(env_id: str, rounds: int = 300) -> dict[str, float]:
             inference.rollouts.versions[:] = 0
             timed("learning, an iteration", count * args.rollout, lambda: learner.iterate(np.arange(count)))
     worker.close()
-    return {name: round(statistics.median(found), 2) for name, found in times.items()}
+    result = {name: statistics.median(found) for name, found in times.items()} | {
+        f"{name}, {how}": found
+        for how, sync in (("in a run, in turn (--sync)", True), ("in a run, side by side", False))
+        for name, found in in_a_run(env_id, sync).items()
+    }
+    return {name: round(found, 2) for name, found in result.items()}
+
+
+def in_a_run(env_id: str, sync: bool) -> dict[str, float]:
+    """Microseconds a sample, by the clock, of inference and of learning in a run of some seconds."""
+    seconds, samples = Counter(), Counter()
+
+    def timed(cls, method: str, name: str, count) -> None:
+        function = getattr(cls, method)
+
+        def call(self, batch):
+            start = time.perf_counter()
+            result = function(self, batch)
+            seconds[name] += time.perf_counter() - start
+            samples[name] += count(self, batch)
+            return result
+
+        setattr(cls, method, call)
+
+    own = appo_gym.Inference.act, appo_gym.Learner.iterate
+    timed(appo_gym.Inference, "act", "inference", lambda inference, groups: len(groups) * inference.size)
+    timed(appo_gym.Learner, "iterate", "learning", lambda learner, slots: len(slots) * learner.args.rollout)
+    with tempfile.TemporaryDirectory() as folder:
+        args = appo_gym.Args(env_id=env_id, num_workers=2, device="cpu", sync=sync, learner_threads=1, inference_threads=1,
+                             train_for_seconds=12, total_timesteps=10**9)  # fmt: skip
+        appo_gym.train(args, Path(folder) / "run")
+    appo_gym.Inference.act, appo_gym.Learner.iterate = own
+    return {name: 1e6 * seconds[name] / samples[name] for name in seconds}
 
 
 def main() -> None:
