@@ -44,4 +44,4 @@ for round in 1 2 3; do
     sb3 "atari_sb3_$round" 10240 4
     sb3 "atari_sb3-1-epoch_$round" 20480 1
 done
-python "$here/collect.py" rates "$here/results/peers.json" "$out"/{doom,atari}_*_?
+python "$here/collect.py" rates "$here/results/peers${PRECISION:+_$PRECISION}.json" "$out"/{doom,atari}_*_?
