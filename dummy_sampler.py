@@ -243,7 +243,7 @@ def null_actor(family: str, obs: dict[str, gym.spaces.Box], *arguments) -> None:
 class RandomAgent(nn.Module):
     """No network: all actions are equally likely, every value is 0."""
 
-    state_size = 0
+    state_size, reduced = 0, ()
 
     def __init__(self, heads: tuple[int, ...]):
         super().__init__()

@@ -234,7 +234,7 @@ def test_rollouts_of_two_policies_are_whole_ordered_and_unmixed(counting):
 class RandomAgent(torch.nn.Module):
     """Sees nothing."""
 
-    heads, state_size = (2,), 0
+    heads, state_size, reduced = (2,), 0, ()
 
     def forward(self, obs, first, state):
         return torch.zeros(*first.shape, 2), torch.zeros(first.shape), state
