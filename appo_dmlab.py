@@ -134,8 +134,8 @@ class Args:
     train_for_seconds: Auto[float] = None  # stop after this many seconds of learning in this session
     device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the network, but for its heads; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has instructions
-    for it"""
+    """of the encoder, and on a CPU of the core; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has
+    instructions for it"""
     experiment: Auto[str] = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
@@ -669,7 +669,7 @@ class Normalizer(nn.Module):
     """Running mean and variance of every element of an input, in float32; clips to +-5, as Sample Factory 2 does."""
 
     def __init__(self, shape: tuple[int, ...], unit: float, dtype: torch.dtype = torch.float32):
-        """dtype: of what is returned, that of the network behind it: an image is then written once."""
+        """dtype: of a normalised image. In its encoder's own type it need not be cast after. Floats stay float32."""
         super().__init__()
         self.unit, self.dtype = unit, dtype
         self.register_buffer("count", torch.zeros(()))
@@ -1506,7 +1506,7 @@ class Learner:
 
 
 def start_forkserver() -> None:
-    """Starts the process that actors are forked from. It imports its modules while this one goes on: a second less."""
+    """Starts the process that actors are forked from. It imports its modules beside this one, which saves a second."""
     mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "deepmind_lab"])
     # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
     # an actor's first moment on. One that comes meanwhile is ours when we unblock.
@@ -2039,7 +2039,7 @@ def train(typed: Args, folder: Path) -> int:
         log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
     for line in (
         f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
-        f" network in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
+        f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
         f"{args.num_workers} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
         f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
         f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",

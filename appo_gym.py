@@ -111,8 +111,8 @@ class Args:
     train_for_seconds: Auto[float] = None  # stop after this many seconds of learning in this session
     device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of a network that sees images, but for its heads; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX)
-    has instructions for it"""
+    """of images' encoders, and on a CPU of the core behind them; auto is bfloat16 where the GPU or the CPU
+    (AVX512-BF16, AMX) has instructions for it"""
     experiment: Auto[str] = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
@@ -413,7 +413,7 @@ class Normalizer(nn.Module):
     """Running mean and variance of every element of an input, in float32; clips to +-5, as Sample Factory 2 does."""
 
     def __init__(self, shape: tuple[int, ...], unit: float, dtype: torch.dtype = torch.float32):
-        """dtype: of what is returned, that of the network behind it: an image is then written once."""
+        """dtype: of a normalised image. In its encoder's own type it need not be cast after. Floats stay float32."""
         super().__init__()
         self.unit, self.dtype = unit, dtype
         self.register_buffer("count", torch.zeros(()))
@@ -1189,7 +1189,7 @@ class Learner:
 
 
 def start_forkserver() -> None:
-    """Starts the process that actors are forked from. It imports its modules while this one goes on: a second less."""
+    """Starts the process that actors are forked from. It imports its modules beside this one, which saves a second."""
     mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm"])
     # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
     # an actor's first moment on. One that comes meanwhile is ours when we unblock.
@@ -1688,7 +1688,7 @@ def train(typed: Args, folder: Path) -> int:
     if checkpoint:
         log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
     images = any(space.dtype == np.uint8 for space in spaces.obs.values())
-    precision = f" network in {args.precision}," if images else ""
+    precision = f" encoder in {args.precision}," if images else ""
     for line in (
         f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
         f"{precision} {args.learner_threads} + {args.inference_threads} threads to learn and act",

@@ -1128,7 +1128,7 @@ class Learner:
 
 
 def start_forkserver() -> None:
-    """Starts the process that actors are forked from. It imports its modules while this one goes on: a second less."""
+    """Starts the process that actors are forked from. It imports its modules beside this one, which saves a second."""
     mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "envpool"])
     # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
     # an actor's first moment on. One that comes meanwhile is ours when we unblock.

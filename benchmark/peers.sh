@@ -4,7 +4,8 @@
 #   Atari: Breakout, Nature CNN, no recurrence. Ours and Sample Factory: 64 games, rollout 32, batch 1024, one epoch; ours normalises its
 #   inputs, as is its default, Sample Factory's example does not. CleanRL at its defaults (8 games, 128 steps, minibatches of 256, four
 #   epochs) and with one epoch; Stable-Baselines3's PPO with the same settings as CleanRL.
-# All compute in float32, with PRECISION=bfloat16 ours does not. The first 20 s of each run are warm-up. Machine: 2 cores without a GPU; takes 31 minutes.
+# All compute in float32; with PRECISION=bfloat16 ours does not. The first 20 s of each run are warm-up.
+# Machine: 2 cores without a GPU; takes 31 minutes.
 # Expected: Doom 1.7 to 1.9 x and Atari 1.65 to 1.75 x Sample Factory, more of the others.
 # Usage: SF_PYTHON=.. CLEANRL_PYTHON=.. CLEANRL=.. SB3_PYTHON=.. benchmark/peers.sh [FRESH FOLDER]
 #   SF_PYTHON: see sample_factory.sh

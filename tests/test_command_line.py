@@ -53,7 +53,7 @@ def test_train_and_resume(run, tmp_path, monkeypatch, capsys, name, game, other,
     assert r.wait(90) == 0
     for expected in (
         "parameters on cpu",
-        "network in float32",
+        "encoder in float32",
         "64 samples an iteration, 64 (8 rollouts of 8 steps) an optimiser step",
         "expected lag up to",
         "MiB of shared memory",

@@ -201,7 +201,7 @@ def test_an_environment_of_ones_own_needs_no_edit(mine, tmp_path):
     r = mine("--total-timesteps", "8000", "--rnn-type", "gru", "--num-envs-per-worker", "8", "--batch-size", "32")
     assert r.wait(120) == 0, r.text()
     cfg = json.loads((tmp_path / "e" / "cfg.json").read_text())
-    assert cfg["resolved"]["env_id"] == "my_module:Mine-v0" and "network in" in r.text()
+    assert cfg["resolved"]["env_id"] == "my_module:Mine-v0" and "encoder in" in r.text()
     last = [float(value) for value in re.findall(r"return (-?[\d.]+), [\d,]+ steps/s", r.text())][-1]
     assert last > 2.5, "of five; random actions have 5/3, the other runs had 3.5 to 5"
 
