@@ -12,7 +12,7 @@
 # ]
 # ///
 # appo_pbt_doom.py $Id$
-"""Asynchronous PPO with V-trace for several policies at once on ViZDoom: populations, bots, self-play and matches.
+"""Asynchronous PPO with V-trace for several policies at once on ViZDoom: populations, bots, self-play.
 
     python appo_pbt_doom.py --env-id duel --num-policies 4 --with-pbt --total-timesteps 20000000
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned: all policies against all
@@ -21,43 +21,50 @@ On 2 cores of an AMD EPYC (Zen 3, no GPU) two policies learned `duel` from each 
 Then one won all of 50 matches against Doom's own bot, the other 35 and lost 10, and each won all 50 against itself of
 an hour before (one seed, 2026-11-23; benchmark/self_play.sh).
 
-A deliberate edit of appo_doom.py. What differs: the main process only starts and replaces the others (`Workers`), and
-holds the exchanges of population-based training (`Population`, `watch`). Every policy has a process of its own, which
-does what the diagram shows of the main process (`train_policy`); an actor has a pipe to each of them. An environment
-has seats for several agents, and a table says which policy plays in which seat (`table_of_policies`); a split is
-stepped when all policies have chosen their actions. Environments have PettingZoo's parallel API (`make_env`), Doom's
-matches among them (`DoomEnv`). An agent that waits for its return to a match is *inactive*: its steps are in no loss,
-but cut no trace and no state. What is the same as in appo_doom.py is the same text.
-
-     actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
+     actor process w = 0..W-1  (CPU only)              policy process p = 0..P-1  (on an accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+
-     | step the envs of split s      | -----------------> | inference thread                         |
-     | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
-     | the mailbox rows of group g   | <----------------- |   into the rollouts, forward, sample,    |
-     | (meanwhile the other split    |  reply: byte s     |   write actions into the mailbox         |
-     |  waits for its actions)       |                    +------------------------------------------+
+     | step the games of split s     | ------ to all ---> | inference thread                         |
+     | write obs, reward, ... into   |  (a pipe to each)  |   copy the rows of all waiting groups    |
+     | the mailbox rows of all its   | <---- from all --- |   into the rollouts, forward, sample,    |
+     | agents; go on when every      |  reply: byte s     |   write actions into the mailbox         |
+     | policy has replied            |                    +------------------------------------------+
      +-------------------------------+                       | full slots                ^ free slots
-                                                          +------------------------------------------+
-                                                          | learner (main thread)                    |
-                                                          |   take B slots, V-trace, PPO step,       |
-                                                          |   publish weights as version v+1         |
-                                                          +------------------------------------------+
+                    ^                                     +------------------------------------------+
+                    | starts, replaces                    | learner (main thread)                    |
+     +-------------------------------+  orders, pipes     |   take B slots, V-trace, PPO step,       |
+     | main process: progress bar;   |  of new actors     |   publish weights as version v+1         |
+     | exchanges of population-based | -----------------> +------------------------------------------+
+     | training                      | <----------------- every 5 s: steps, speed, objective
+     +-------------------------------+
      slot:  FREE -> FILLING (one row) -> FULL -> LEARNING -> FREE        exactly one owner at any time
 
-Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
-endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* begins when the learner takes the slots of `num_batches_per_epoch` batches at once, passes `num_epochs`
-times over them, and ends when it gives them back. A *step* is one decision of the agent, a *frame* one tick of the
-engine (frames = steps x frameskip). Every policy that is published has a *version*, one higher than the last; the *lag*
-of a sample is the learner's version minus the version that chose its action.
+Who ends with whom. With an engine its actor. An actor that dies is replaced, and every policy gets a pipe to the new
+one. With a policy the run: the others save, and the actors end with their pipes. With the main process, however it
+ends, the policies, which save, and the actors with them.
+
+An edit of appo_doom.py: what is the same is the same text. What differs: a policy has a process of its own
+(`train_policy`); the main process starts and ends all others (`Processes`) and holds the exchanges (`Population`). A
+game has *seats*, places for agents, and which policy plays in which seat does not change while the run lasts
+(`seat_policies`). Games have PettingZoo's parallel API (`make_env`, `Games`). What others of these files have and this
+one has not: `--num-workers 0` (debug in appo_doom.py), `torchrun` (policies spread over the GPUs of one machine), and
+the last action as an input.
+
+Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one agent's
+endless stream of experience; a *group* is one policy's rows in one split of one worker, which ask for actions together.
+A *slot* is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one
+optimiser step. An *iteration* begins when the learner takes the slots of `num_batches_per_epoch` batches at once,
+passes `num_epochs` times over them, and ends when it gives them back. A *step* is one decision of the agent, a *frame*
+one tick of the engine (frames = steps x frameskip). Every policy that is published has a *version*, one higher than the
+last; the *lag* of a sample is the learner's version minus the version that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
-observation is the first of the next episode. So two flags say all there is to know:
+observation is the first of the next episode. So three flags say all there is to know:
 
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
+    inactive[t]    action t did nothing, as the agent waited for its return to a match: step t is left out of every
+                   loss, mean and step count, but cuts neither the trace nor the state
 
 and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
 cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
@@ -67,7 +74,6 @@ last step bootstraps from the value of the true last observation.
 import concurrent.futures
 import contextlib
 import copy
-import csv
 import ctypes
 import difflib
 import faulthandler
@@ -79,11 +85,11 @@ import json
 import math
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.reduction
 import multiprocessing.resource_tracker
 import os
 import queue
 import random
-import re
 import resource
 import selectors
 import shlex
@@ -96,10 +102,8 @@ import tempfile
 import threading
 import time
 import traceback
-import zlib
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields
-from dataclasses import field as dataclass_field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -155,8 +159,8 @@ class Args:
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """seconds that a step of an actor's environments may take, or the start of one; an actor that takes longer (as
-    after Ctrl-Z) counts as hung, and another takes its place; 0: no limit"""
+    """seconds that a step of an actor's environments may take, and the start of each of them; an actor that takes
+    longer (as after Ctrl-Z) counts as hung, and another takes its place; 0: no limit"""
     inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
 
@@ -164,8 +168,8 @@ class Args:
     num_policies: int = 4
     """policies that are trained side by side, each by a process of its own, in the same environments; with several GPUs
     policy i has GPU i mod their number, unless --device names one"""
-    policy_settings: list[str] = dataclass_field(default_factory=list)
-    """where a policy differs from the flags below, at its start: "1:learning_rate=0.01" (policy 1)"""
+    policy_settings: str = "{}"
+    """where policies differ from the flags below at their start, as JSON: {"1": {"learning_rate": 0.01}} (policy 1)"""
     with_pbt: bool = False  # population-based training: mutate settings, replace the worst policies by the best
     pbt_target_objective: Auto[Literal["return", "kills", "frags", "wins"]] = None
     """the mean of the last 100 episodes. Default: wins of a match between agents, frags against bots, else the
@@ -174,7 +178,6 @@ class Args:
     pbt_period_env_steps: int = 1_250_000  # steps that the slowest policy makes between exchanges
     pbt_replace_fraction: float = 0.3  # share of the population that is best, and that is worst
     pbt_replace_reward_gap: float = 0.1  # replace only where the gap is a larger share of the larger objective
-    pbt_replace_reward_gap_absolute: float = 1e-6  # and only where the gap itself is larger than this
     pbt_mutation_rate: float = 0.15  # chance of each number to change
     pbt_perturb_min: float = 1.05  # smallest factor by which a number is multiplied or divided; what is 0 stays 0
     pbt_perturb_max: float = 1.5  # largest factor of such a change
@@ -231,15 +234,10 @@ SCREEN = (120, 160, 3)  # what the engine renders: height, width, RGB. Sample Fa
 IMAGE = (72, 128, 3)  # what the agent sees, nearest neighbour: 3 of every 5 rows, 4 of every 5 columns
 # Read from every engine. USER2 is the number of kills in battle and battle2.
 VARIABLES = ("SELECTED_WEAPON", "SELECTED_WEAPON_AMMO", "HEALTH", "USER2")
-# and from every match
-EIGHT = range(8)
+# and from every player of a match
 MATCH_VARIABLES = ("ARMOR", "ATTACK_READY", "PLAYER_NUMBER", "PLAYER_COUNT", "DEAD", "FRAGCOUNT", "DEATHCOUNT",
-                   "HITCOUNT", "DAMAGECOUNT", *(f"WEAPON{k}" for k in EIGHT), *(f"AMMO{k}" for k in EIGHT),
-                   *(f"PLAYER{k}_FRAGCOUNT" for k in range(1, 17)))  # fmt: skip
-# The 23 measurements in Sample Factory's order: divided by the second number and at most the third. Missing ones are 0.
-MEASUREMENTS = (("SELECTED_WEAPON", 1, np.inf), ("SELECTED_WEAPON_AMMO", 15, 5), ("HEALTH", 30, np.inf),
-                ("ARMOR", 30, np.inf), ("USER2", 10, np.inf), ("ATTACK_READY", 1, np.inf), ("PLAYER_COUNT", 5, np.inf),
-                *((f"WEAPON{k}", 1, np.inf) for k in EIGHT), *((f"AMMO{k}", 15, 5) for k in EIGHT))  # fmt: skip
+                   "HITCOUNT", "DAMAGECOUNT", *(f"WEAPON{k}" for k in range(8)),
+                   *(f"AMMO{k}" for k in range(8)))  # fmt: skip
 # The engine's own settings, by its names; living_reward is per tic
 SETTINGS = dict(living_reward=0.0, death_penalty=0.0, doom_skill=3, episode_start_time=1, render_hud=True,
                 render_crosshair=False, render_weapon=True, render_decals=False, render_particles=False)  # fmt: skip
@@ -256,7 +254,6 @@ class Scenario(NamedTuple):
     measurements: bool = False  # 23 numbers beside the image
     shaping: str = ""  # what is added to the engine's reward: "", "gathering" or a name in SHAPING
     settings: dict = {}  # where they are not SETTINGS
-    turn: float = 10.0  # degrees per tic, at most, of a *_DELTA button
     match: bool = False  # a deathmatch over the network: frags are the score
     agents: int = 1  # players that learn
     bots: int = 0  # players that the engine plays
@@ -271,7 +268,7 @@ BATTLE = dict(buttons=(*WALK, "MOVE_RIGHT", "MOVE_LEFT", "ATTACK", "SPEED", "TUR
 GATHER = dict(buttons=TURN + WALK, heads=(5,), shaping="gathering",
               settings=dict(living_reward=0.01, render_hud=False, render_weapon=False))  # fmt: skip
 MATCH = dict(buttons=(*WALK, "MOVE_RIGHT", "MOVE_LEFT", *(f"SELECT_WEAPON{k}" for k in range(1, 8)), "ATTACK", "SPEED",
-                      "USE", "TURN_LEFT_RIGHT_DELTA"), heads=(3, 3, 8, 2, 2, 2, 21), turn=12.5, time_limit=4 * 60 * 35,
+                      "USE", "TURN_LEFT_RIGHT_DELTA"), heads=(3, 3, 8, 2, 2, 2, 21), time_limit=4 * 60 * 35,
              measurements=True, match=True, settings=dict(render_crosshair=True))  # fmt: skip
 WITHOUT_USE = MATCH | dict(buttons=tuple(name for name in MATCH["buttons"] if name != "USE"), heads=(3, 3, 8, 2, 2, 21))
 DEFEND = dict(buttons=(*TURN, "ATTACK"), heads=(3, 2), settings=dict(death_penalty=1.0, episode_start_time=10))
@@ -308,13 +305,14 @@ SHAPING = {
     "match": {"FRAGCOUNT": (1.0, -0.001), "DEATHCOUNT": (-1.0, 1.0), "HITCOUNT": (0.0, 0.0),
               "DAMAGECOUNT": (0.01, -0.01), **ITEMS, "HEALTH": (0.01, -0.01)},
 }  # fmt: skip
+MOST = dict(DAMAGECOUNT=200.0, HITCOUNT=5.0)  # growth in a step, at most
 
 
-def shaping_of(args) -> dict[str, float]:
-    """The shaping coefficients of an environment, by name, as population-based training mutates them: "HEALTH+" for
-    growth and "HEALTH-" for fall; "SELECTED3" for each step with weapon 3, loaded, in hand for five steps."""
-    own = args.cfg_path or args.env_id not in SCENARIOS
-    deltas = {} if own else SHAPING.get(SCENARIOS[args.env_id].shaping, {})
+def shaping_of(env_id: str, cfg_path: str | None) -> dict[str, float]:
+    """The shaping coefficients of a scenario, by name, as population-based training mutates them: "HEALTH+" for growth
+    and "HEALTH-" for fall; "SELECTED3" for each step with weapon 3, loaded, in hand for five steps."""
+    own = cfg_path or env_id not in SCENARIOS
+    deltas = {} if own else SHAPING.get(SCENARIOS[env_id].shaping, {})
     result = {f"{name}{sign}": pair[i] for name, pair in deltas.items() for i, sign in enumerate("+-")}
     return result | ({f"SELECTED{k}": 2e-4 * w for k, w in enumerate(WEIGHTS)} if deltas else {})
 
@@ -358,19 +356,18 @@ def unlink_shared_memory() -> None:
             Path(line.split()[-1]).unlink(missing_ok=True)
 
 
-class MatchLost(Exception):
-    """The engines of a match ended or hang. It is started again, alone."""
+class DoomEnv(gym.Env):
+    """One single-player game. Observation: the image, uint8 [72, 128, 3], alone or in a Dict as `obs` beside `vector`,
+    float32 [23] measurements. `info["raw_reward"]` is the engine's own reward, before shaping and scale: scores are
+    sums of it."""
 
-
-class Player:
-    """One engine: what one player sees and does."""
-
-    def __init__(self, env_id: str, cfg_path: str | None, scenario_dir: str | None):
-        self.game = vizdoom.DoomGame()
+    def __init__(self, env_id: str, frameskip: int, cfg_path: str | None = None):
+        self.game, self.frameskip = vizdoom.DoomGame(), frameskip
+        self.metadata = dict(render_modes=["rgb_array"], render_fps=TICKS_PER_SECOND / frameskip)
         if cfg_path:
             self.setup_own(cfg_path)
         else:
-            self.setup(env_id, scenario_dir)
+            self.setup(env_id)
         self.game.set_vizdoom_path(launcher())
         self.game.set_episode_timeout(0)  # after its own time limit the engine has no state, so the limit is ours
         self.game.set_screen_resolution(vizdoom.ScreenResolution.RES_160X120)
@@ -378,43 +375,26 @@ class Player:
         self.game.set_mode(vizdoom.Mode.PLAYER)
         self.game.set_window_visible(False)
         self.game.set_doom_config_path(os.devnull)  # else every engine writes a _vizdoom.ini where it is started
-        names = VARIABLES + MATCH_VARIABLES * self.scenario.match
-        self.game.set_available_game_variables([getattr(vizdoom.GameVariable, name) for name in names])
-        # presses[h][a] is what value a of head h does to the buttons; an action's buttons are the sum over its heads
-        self.presses, column, buttons = [], 0, self.game.get_available_buttons()
-        self.buttons: dict[bytes, list[float]] = {}  # of the actions seen so far
+        self.game.set_available_game_variables([getattr(vizdoom.GameVariable, name) for name in VARIABLES])
+        # presses[h][a] is what value a of head h does to its buttons, which follow those of the head before
+        self.presses, buttons = [], self.game.get_available_buttons()
         for n in self.scenario.heads:
-            press = np.zeros((n, len(buttons)))
-            if buttons[column].name.endswith("_DELTA"):
-                press[:, column] = np.linspace(-self.scenario.turn, self.scenario.turn, n)
-                column += 1
-            else:
-                press[1:, column : column + n - 1] = np.eye(n - 1)
-                column += n - 1
-            self.presses.append(press)
-        self.screen = np.zeros(SCREEN, np.uint8)
-        # Of the variables, with one that is 0 for those that this scenario lacks
-        self.column = {name: names.index(name) if name in names else len(names) for name in VARIABLES + MATCH_VARIABLES}
-        self.variables, self.floor = np.zeros(len(names) + 1), np.zeros(len(names) + 1)
-        self.floor[[i for name, i in self.column.items() if "FRAGCOUNT" in name]] = -np.inf  # suicides count -1
-        self.measured = [self.column[name] for name, *_ in MEASUREMENTS]
-        self.divisors, self.highest = np.array([numbers for _, *numbers in MEASUREMENTS], np.float32).T
-        self.set_shaping({})
+            delta = buttons[0].name.endswith("_DELTA")  # degrees per tic, as in Sample Factory's battle
+            self.presses.append(np.linspace(-10, 10, n)[:, None] if delta else np.eye(n, n - 1, -1))
+            buttons = buttons[self.presses[-1].shape[1] :]
+        self.observation_space = gym.spaces.Box(0, 255, IMAGE, np.uint8)
+        if self.scenario.measurements:
+            vector = gym.spaces.Box(-np.inf, np.inf, (23,), np.float32)
+            self.observation_space = gym.spaces.Dict(obs=self.observation_space, vector=vector)
+        heads = self.scenario.heads
+        self.action_space = gym.spaces.MultiDiscrete(heads) if len(heads) > 1 else gym.spaces.Discrete(heads[0])
 
-    def setup(self, env_id: str, scenario_dir: str | None) -> None:
+    def setup(self, env_id: str) -> None:
         if env_id not in SCENARIOS:
             near = difflib.get_close_matches(env_id, SCENARIOS, cutoff=0.3) or list(SCENARIOS)
             raise UserError(f"unknown --env-id {env_id}; did you mean {' or '.join(near)}?")
         self.scenario = SCENARIOS[env_id]
-        if scenario_dir and self.scenario.better:
-            path = Path(scenario_dir, self.scenario.better)
-            if not path.is_file():
-                raise UserError(f"--scenario-dir {scenario_dir} has no {path.name}")
-            # FreeDM is a whole game, not a map for one
-            is_game = path.name == "freedm.wad"
-            (self.game.set_doom_game_path if is_game else self.game.set_doom_scenario_path)(str(path))
-        else:
-            self.game.set_doom_scenario_path(find_wad(self.scenario.wad))
+        self.game.set_doom_scenario_path(find_wad(self.scenario.wad))
         self.game.set_doom_map("map01")
         self.game.set_available_buttons([getattr(vizdoom.Button, name) for name in self.scenario.buttons])
         for name, value in (SETTINGS | self.scenario.settings).items():
@@ -434,224 +414,337 @@ class Player:
             raise UserError(f"--cfg-path {cfg_path} names no available_buttons")
         self.scenario = Scenario("", (), heads, time_limit=self.game.get_episode_timeout() or float("inf"))
 
-    def set_shaping(self, coefficients: dict[str, float]) -> None:
-        """What the reward is shaped with from now on; names as in `shaping_of`."""
-        names = sorted({name[:-1] for name in coefficients if name[-1] in "+-"})
-        self.shaped = [self.column[name] for name in names]
-        self.most = np.array([{"DAMAGECOUNT": 200.0, "HITCOUNT": 5.0}.get(name, np.inf) for name in names])
-        self.growth, self.fall = (np.array([coefficients[name + sign] for name in names]) for sign in "+-")
-        self.selected = [coefficients.get(f"SELECTED{k}", 0.0) for k in EIGHT]
-
-    def begin(self) -> None:
-        """Reads the first state of an episode."""
-        self.weapons, self.dead = deque(maxlen=5), self.scenario.match  # a match may begin before the first life does
-        self.read_state()
-        self.deaths = self.variables[self.column["DEATHCOUNT"]]  # the engine counts on from episode to episode
-
-    def read_state(self) -> None:
-        state = self.game.get_state()
-        self.screen = state.screen_buffer
-        self.variables[:-1] = np.maximum(state.game_variables, self.floor[:-1])
-
-    def press(self, action) -> list[float]:
-        """What an action does to the engine's buttons."""
-        key = np.asarray(action).tobytes()
-        if key not in self.buttons:
-            self.buttons[key] = sum(press[a] for press, a in zip(self.presses, np.atleast_1d(action))).tolist()
-        return self.buttons[key]
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        if seed is not None:
+            self.game.set_seed(seed)
+        if self.game.is_running():
+            self.game.new_episode()
+        else:
+            try:
+                self.game.init()
+            finally:
+                unlink_shared_memory()
+        self.tics, self.weapons = 0, deque(maxlen=5)
+        return self.observation(), {}
 
     def observation(self):
-        """A fresh observation of the current screen."""
+        """A fresh observation of the engine's state. It has none when the game has ended: black; no loss uses this."""
+        state = self.game.get_state()
+        self.screen = state.screen_buffer if state else np.zeros(SCREEN, np.uint8)
+        self.variables = state.game_variables.clip(min=0) if state else self.variables
         image = np.empty(IMAGE, np.uint8)
         blocks, rows = image.reshape(24, 3, 32, 12), self.screen.reshape(24, 5, 32, 15)
         for i, row in enumerate((0, 1, 3)):  # the rows and columns that nearest neighbour picks for 5 -> 3 and 5 -> 4
             blocks[:, i] = rows[:, row, :, :12]
         if not self.scenario.measurements:
             return image
-        vector = np.minimum(self.variables[self.measured] / self.divisors, self.highest, dtype=np.float32)
-        vector[6] = max(vector[6], 1 / 5)  # alone
+        weapon, ammo, health, kills = self.variables
+        vector = np.zeros(23, np.float32)  # Sample Factory's layout; what single-player games lack stays 0
+        vector[[0, 1, 2, 4, 6]] = round(weapon), min(5.0, ammo / 15), health / 30, kills / 10, 1 / 5
         return dict(obs=image, vector=vector)
 
-    def bonus(self, before: np.ndarray, was_dead: bool) -> float:
-        """Sample Factory's reward shaping, of the change from the variables `before`."""
-        now, column = self.variables, self.column
-        if self.scenario.shaping == "gathering":
-            return float(now[column["HEALTH"]] > before[column["HEALTH"]])
-        weapon = int(now[column["SELECTED_WEAPON"]])
-        self.weapons.append(weapon)
-        if not self.scenario.shaping or was_dead and not self.dead:  # a new life has other numbers
+    def step(self, action):
+        buttons = np.concatenate([press[a] for press, a in zip(self.presses, np.atleast_1d(action))])
+        raw_reward = self.game.make_action(buttons.tolist(), self.frameskip)
+        self.tics += self.frameskip
+        terminated, before = self.game.is_episode_finished(), self.variables
+        observation = self.observation()
+        bonus = 0.0 if terminated else self.bonus(before, self.variables)
+        reward = (raw_reward + bonus) * self.scenario.reward_scale
+        truncated = not terminated and self.tics >= self.scenario.time_limit
+        return observation, reward, terminated, truncated, {"raw_reward": raw_reward}
+
+    def bonus(self, before: np.ndarray, now: np.ndarray) -> float:
+        """Sample Factory's reward shaping (REWARD_SHAPING_BATTLE, gathering wrapper) as far as it can fire here."""
+        if not self.scenario.shaping:
             return 0.0
-        change = np.minimum(now[self.shaped] - before[self.shaped], self.most)
-        bonus = float(np.where(change > 0, change * self.growth, -change * self.fall).sum())
-        if now[column["SELECTED_WEAPON_AMMO"]] > 0 and self.weapons.count(weapon) == 5:
-            bonus += self.selected[min(weapon, 7)]  # Sample Factory always reads weapon 7 here
+        healed = now[2] - before[2]
+        if self.scenario.shaping == "gathering":
+            return float(healed > 0)
+        bonus = healed * (0.005 if healed > 0 else 0.003)
+        weapon = int(now[0])
+        self.weapons.append(weapon)
+        if now[1] > 0 and self.weapons.count(weapon) == 5:
+            bonus += 0.0002 * (1, 1, 1, 5, 5, 5, 10, 10)[min(weapon, 7)]  # Sample Factory always reads weapon 7 here
         return bonus
 
+    def render(self) -> np.ndarray:
+        """The engine's screen, uint8 [120, 160, 3]."""
+        return self.screen
 
-class DoomEnv:
-    """Doom with PettingZoo's parallel API: for one player, or a match of several, whose engines talk over the
-    loopback. An observation is the image, uint8 [72, 128, 3], alone or in a Dict as `obs` beside `vector`, float32 [23]
+    def close(self) -> None:
+        self.game.close()
+
+
+class Player(DoomEnv):
+    """One engine: what one player sees and does, alone or in a match. `shaping`: the coefficients of its reward."""
+
+    def __init__(self, env_id: str, frameskip: int, cfg_path: str | None = None, scenario_dir: str | None = None):
+        self.scenario_dir, self.shaping = scenario_dir, shaping_of(env_id, cfg_path)
+        self.before, self.now = {}, {}  # the engine's variables of the last two observations
+        super().__init__(env_id, frameskip, cfg_path)
+        if self.scenario.match:
+            self.presses[-1] *= 1.25  # turns by up to 12.5 degrees a tic, as in Sample Factory
+
+    def setup(self, env_id: str) -> None:
+        super().setup(env_id)
+        if self.scenario_dir and self.scenario.better:
+            path = Path(self.scenario_dir, self.scenario.better)
+            if not path.is_file():
+                raise UserError(f"--scenario-dir {self.scenario_dir} has no {path.name}")
+            whole = path.name == "freedm.wad"  # a game of its own, not a map for one
+            self.game.set_doom_scenario_path("" if whole else str(path))
+            self.game.set_doom_game_path(str(path) if whole else "")
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        if not self.scenario.match:
+            return super().reset(seed=seed)
+        self.tics, self.weapons = 0, deque(maxlen=5)  # the episode has begun, for all players at once
+        observation, self.deaths = self.observation(), self.now["DEATHCOUNT"]  # the engine goes on counting
+        self.now["DEAD"] = 1.0  # a match may begin before the first life does
+        return observation, {}
+
+    def observation(self):
+        observation, self.before = super().observation(), self.now
+        if self.game.is_episode_finished():  # the engine has no state any more
+            return observation
+        self.now = now = dict(zip(VARIABLES, self.variables))
+        if not self.scenario.match:
+            return observation
+        for name in MATCH_VARIABLES:
+            value = self.game.get_game_variable(getattr(vizdoom.GameVariable, name))
+            now[name] = value if name == "FRAGCOUNT" else max(0.0, value)  # suicides count -1
+        vector = observation["vector"]
+        vector[[3, 5, 6]] = now["ARMOR"] / 30, now["ATTACK_READY"], now["PLAYER_COUNT"] / 5
+        vector[7:15] = [now[f"WEAPON{k}"] for k in range(8)]
+        vector[15:] = [min(5.0, now[f"AMMO{k}"] / 15) for k in range(8)]
+        return observation
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        if self.scenario.match:
+            info = dict(raw_reward=self.now["FRAGCOUNT"] - self.before["FRAGCOUNT"], inactive=self.now["DEAD"] > 0)
+        return observation, reward, terminated, truncated, info
+
+    def bonus(self, before: np.ndarray, now: np.ndarray) -> float:
+        """Sample Factory's reward shaping, with coefficients that can change."""
+        if not self.shaping:
+            return super().bonus(before, now)
+        before, now, bonus = self.before, self.now, 0.0
+        weapon = int(now["SELECTED_WEAPON"])
+        self.weapons.append(weapon)
+        if before.get("DEAD") and not now["DEAD"]:  # a new life has other numbers
+            return 0.0
+        for name in SHAPING[self.scenario.shaping]:
+            change = min(now[name] - before[name], MOST.get(name, np.inf))
+            bonus += change * self.shaping[f"{name}+"] if change > 0 else -change * self.shaping[f"{name}-"]
+        if now["SELECTED_WEAPON_AMMO"] > 0 and self.weapons.count(weapon) == 5:
+            bonus += self.shaping[f"SELECTED{min(weapon, 7)}"]  # Sample Factory always reads weapon 7 here
+        return bonus
+
+    def score(self) -> dict[str, float]:
+        """Of the episode that ends."""
+        scores = dict(kills=self.now["USER2"])
+        if self.scenario.match:
+            me, count = int(self.now["PLAYER_NUMBER"]), int(self.now["PLAYER_COUNT"])
+            names = [f"PLAYER{k + 1}_FRAGCOUNT" for k in range(count)]
+            frags = [self.game.get_game_variable(getattr(vizdoom.GameVariable, name)) for name in names]
+            mine, others = frags[me], frags[:me] + frags[me + 1 :]
+            scores |= dict(frags=mine, deaths=self.now["DEATHCOUNT"] - self.deaths)
+            scores |= dict(place=1 + sum(n > mine for n in others), win=float(all(n < mine for n in others)))
+        return scores
+
+
+class InStep:
+    """The engine of a player among several, all of whom are stepped at once, each in its thread, tic by tic: engines
+    that are asked for several tics wait for each other for ever now and then."""
+
+    def __init__(self, game: vizdoom.DoomGame, barrier: threading.Barrier):
+        self.game, self.barrier = game, barrier
+
+    def __getattr__(self, name: str):
+        return getattr(self.game, name)
+
+    def make_action(self, buttons: list[float], tics: int) -> float:
+        self.game.set_action(buttons)
+        for tic in range(tics):
+            self.barrier.wait()
+            self.game.advance_action(1, tic == tics - 1)
+        return 0.0  # the engine has no reward for a match: frags are in the shaping
+
+
+class DoomMatch:
+    """Doom with PettingZoo's parallel API: for one player, or a match of several, whose engines talk over the loopback.
+    An observation is the image, uint8 [72, 128, 3], alone or in a Dict as `obs` beside `vector`, float32 [23]
     measurements.
 
     In an agent's info: `raw_reward`, the engine's own reward before shaping and scale, in a match the change of frags;
     `inactive` while it waits for its return after a death; at the end `kills`, and in a match `frags`, `deaths`,
     `place` (1: nobody has more frags) and `win` (1 if first and alone in that, else 0)."""
 
-    START_SECONDS, STEP_SECONDS = 30.0, 20.0  # a match that takes longer to start, or to step, is lost
-
     def __init__(self, env_id: str, frameskip: int, cfg_path: str | None = None, scenario_dir: str | None = None):
-        self.arguments, self.frameskip, self.running = (env_id, cfg_path, scenario_dir), frameskip, False
-        self.metadata = dict(name="doom", render_modes=["rgb_array"], render_fps=TICKS_PER_SECOND / frameskip)
-        self.players = [Player(*self.arguments)]
-        self.scenario = self.players[0].scenario
-        self.players += [Player(*self.arguments) for _ in range(self.scenario.agents - 1)]
+        self.new_player = functools.partial(Player, env_id, frameskip, cfg_path, scenario_dir)
+        self.players, self.running = [self.new_player()], False
+        self.scenario, self.metadata = self.players[0].scenario, self.players[0].metadata
         self.possible_agents, self.agents = [f"player_{i}" for i in range(self.scenario.agents)], []
 
     def observation_space(self, agent: str) -> gym.Space:
-        image = gym.spaces.Box(0, 255, IMAGE, np.uint8)
-        vector = gym.spaces.Box(-np.inf, np.inf, (23,), np.float32)
-        return gym.spaces.Dict(obs=image, vector=vector) if self.scenario.measurements else image
+        return self.players[0].observation_space
 
     def action_space(self, agent: str) -> gym.Space:
-        heads = self.scenario.heads
-        return gym.spaces.MultiDiscrete(heads) if len(heads) > 1 else gym.spaces.Discrete(heads[0])
+        return self.players[0].action_space
 
-    def set_shaping(self, agent: str, coefficients: dict[str, float]) -> None:
-        self.players[self.possible_agents.index(agent)].set_shaping(coefficients)
-
-    def together(self, function, seconds: float, *arguments) -> list:
-        """Calls function(player, argument...) for all players and returns the results. An engine of a match waits for
-        the others, so each needs a thread. Raises MatchLost."""
-        if not self.scenario.match:
+    def together(self, function, *arguments) -> list:
+        """Calls function(player, argument...) for all players, each in a thread, and returns the results. What one
+        raises is raised without waiting for the others: their engines may wait for its engine for ever."""
+        if len(self.players) == 1:
             return [function(*(values[0] for values in (self.players, *arguments)))]
         futures = [self.pool.submit(function, *values) for values in zip(self.players, *arguments)]
-        done, late = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
-        for error in filter(None, (future.exception() for future in done)):
-            if type(error).__module__ == vizdoom.ViZDoomErrorException.__module__:
-                raise MatchLost(repr(error))
-            if not isinstance(error, threading.BrokenBarrierError):
-                raise error  # not the engine's
-        if late or any(future.exception() for future in done):
-            raise MatchLost(f"a player took more than {seconds:.0f} s")
+        for future in concurrent.futures.as_completed(futures):
+            future.result()
         return [future.result() for future in futures]
 
-    def play(self, player: Player, action) -> tuple:
-        """One player's part of a step. Returns observation, reward and info."""
-        buttons, raw_reward = player.press(action), 0.0
-        if len(self.players) == 1:
-            raw_reward = player.game.make_action(buttons, self.frameskip)
-        else:
-            player.game.set_action(buttons)
-            for tic in range(self.frameskip):
-                # Engines that are asked for several tics at once wait for each other for ever now and then.
-                self.barrier.wait()
-                player.game.advance_action(1, tic == self.frameskip - 1)
-        if player.game.is_episode_finished():
-            player.screen = np.zeros(SCREEN, np.uint8)  # the engine has no state any more; no loss uses this
-            reward = raw_reward
-        else:
-            before, was_dead = player.variables.copy(), player.dead
-            player.read_state()
-            player.dead = player.variables[player.column["DEAD"]] > 0
-            reward = raw_reward + player.bonus(before, was_dead)
-            if self.scenario.match:
-                frags = player.column["FRAGCOUNT"]
-                raw_reward = player.variables[frags] - before[frags]
-        info = dict(raw_reward=raw_reward, inactive=player.dead)
-        return player.observation(), reward * self.scenario.reward_scale, info
-
-    def start_engines(self) -> None:
-        if self.scenario.match:
-            self.barrier = threading.Barrier(len(self.players), timeout=self.STEP_SECONDS)
+    def start(self, seed: int | None) -> None:
+        """Starts the engines of a match."""
+        for attempt in range(3):
+            self.players = [self.new_player() for _ in self.possible_agents]
+            # These threads stay, since an engine ends with the thread that starts it
             self.pool = concurrent.futures.ThreadPoolExecutor(len(self.players))
+            if len(self.players) > 1:
+                barrier = threading.Barrier(len(self.players))
+                for player in self.players:
+                    player.game = InStep(player.game, barrier)
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.bind(("127.0.0.1", 0))
-                self.port = probe.getsockname()[1]  # free just now; if another takes it first, the start fails: again
+                port = probe.getsockname()[1]  # free just now; if another takes it first, the start fails: again
             rules = " ".join(f"+sv_{rule} 1" for rule in RULES)
-            host = f"-host {len(self.players)} -port {self.port} -deathmatch {rules}"
+            host = f"-host {len(self.players)} -port {port} -deathmatch {rules}"
             host += f" +viz_respawn_delay {self.scenario.respawn}"
             for i, player in enumerate(self.players):
-                player.game.add_game_args(f"-join 127.0.0.1:{self.port}" if i else host)
+                player.game.add_game_args(f"-join 127.0.0.1:{port}" if i else host)
                 player.game.add_game_args(f"+viz_connect_timeout 10 +name agent{i} +colorset 0")
-        try:
-            self.together(lambda player: player.game.init(), self.START_SECONDS)
-        finally:
-            unlink_shared_memory()  # only now, when all engines of the match have started
-        self.running = True
+                if seed is not None:
+                    player.game.set_seed(seed)
+            futures = [self.pool.submit(player.game.init) for player in self.players]
+            errors = [error for future in futures if (error := future.exception())]
+            unlink_shared_memory()  # only now, when all engines of the match have opened it
+            if not errors:
+                self.running = True
+                return
+        raise errors[0]
 
     def reset(self, seed: int | None = None, options: dict | None = None):
-        if seed is not None:
-            for player in self.players:
-                player.game.set_seed(seed)
+        """options["shaping"]: the coefficients of each agent, by the names of `shaping_of`."""
         if self.running:
-            self.together(lambda player: player.game.new_episode(), self.START_SECONDS)
-        else:
-            self.start_engines()
+            self.together(lambda player: player.game.new_episode())
+        elif self.scenario.match:
+            self.start(seed)
         if self.scenario.bots:
             for command in ["removebots"] + ["addbot"] * self.scenario.bots:
                 self.players[0].game.send_game_command(command)
-        self.tics, self.agents = 0, list(self.possible_agents)
-        self.together(Player.begin, self.START_SECONDS)
-        return {a: p.observation() for a, p in zip(self.agents, self.players)}, {a: {} for a in self.agents}
+        self.agents = list(self.possible_agents)
+        for agent, player in zip(self.agents, self.players):
+            player.shaping = (options or {}).get("shaping", {}).get(agent, player.shaping)
+        observations = [observation for observation, _ in self.together(lambda player: player.reset(seed=seed))]
+        return dict(zip(self.agents, observations)), {agent: {} for agent in self.agents}
 
     def step(self, actions: dict):
         playing = self.agents
-        results = self.together(self.play, self.STEP_SECONDS, [actions[agent] for agent in playing])
-        observations, rewards, infos = (dict(zip(playing, values)) for values in zip(*results))
-        self.tics += self.frameskip
-        over = self.players[0].game.is_episode_finished()
-        truncated = not over and self.tics >= self.scenario.time_limit
-        if over or truncated:
+        results = zip(*self.together(Player.step, [actions[agent] for agent in playing]))
+        observations, rewards, terminated, truncated, infos = (dict(zip(playing, values)) for values in results)
+        over = terminated[playing[0]]  # for all of them, as is the time limit
+        if over or truncated[playing[0]]:
             self.agents = []
             for agent, player in zip(playing, self.players):
-                infos[agent] |= self.score(player)
-        return observations, rewards, dict.fromkeys(playing, over), dict.fromkeys(playing, truncated), infos
-
-    def score(self, player: Player) -> dict[str, float]:
-        values, column = player.variables, player.column
-        result = dict(kills=values[column["USER2"]])
-        if self.scenario.match:
-            me, count = int(values[column["PLAYER_NUMBER"]]), int(values[column["PLAYER_COUNT"]])
-            frags = [values[column[f"PLAYER{k + 1}_FRAGCOUNT"]] for k in range(count)]
-            others, deaths = frags[:me] + frags[me + 1 :], values[column["DEATHCOUNT"]] - player.deaths
-            place, win = 1 + sum(frag > frags[me] for frag in others), float(all(frag < frags[me] for frag in others))
-            result |= dict(frags=frags[me], deaths=deaths, place=place, win=win)
-        return result
+                infos[agent] |= player.score()
+        return observations, rewards, dict.fromkeys(playing, over), truncated, infos
 
     def render(self) -> np.ndarray:
         """The engines' screens side by side, uint8 [120, 160 x players, 3]."""
-        return np.concatenate([player.screen for player in self.players], axis=1)
+        return np.concatenate([player.render() for player in self.players], axis=1)
 
     def close(self) -> None:
         for player in self.players:
-            player.game.close()
+            player.close()
 
-    def kill(self) -> None:
-        """Ends a lost match's engines by force, which are found by their port; what waits for them fails then. While
-        they start, however, ViZDoom 1.3 crashes with them: the actor dies, and the main process replaces it."""
-        ours, parent = {str(self.port), f"127.0.0.1:{self.port}"}, f"PPid:\t{os.getpid()}\n"
-        unlink_shared_memory()
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                words = set((process / "cmdline").read_text().split("\0"))
-                if ours & words and parent in (process / "status").read_text():
-                    os.kill(int(process.name), signal.SIGKILL)
-        self.barrier.abort()
-        self.pool.shutdown(wait=False)
-        self.players, self.running = [Player(*self.arguments) for _ in self.players], False
+
+class Games(gym.vector.VectorEnv):
+    """Games with PettingZoo's parallel API as one vector environment: the agents of the first game, then those of the
+    second, and so on. An agent that leaves before the others is truncated step by step until they end, too, so these
+    steps are invalid."""
+
+    metadata = dict(autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+
+    def __init__(self, games: list, shaped: list[str]):
+        """shaped: names of the shaping coefficients."""
+        self.games, self.agents, self.shaped = games, games[0].possible_agents, shaped
+        spaces = {(str(games[0].observation_space(agent)), str(games[0].action_space(agent))) for agent in self.agents}
+        if len(spaces) > 1:
+            raise UserError(f"unsupported: agents with different spaces, {spaces}")
+        self.num_envs = len(games) * len(self.agents)
+        self.single_observation_space = games[0].observation_space(self.agents[0])
+        self.single_action_space = games[0].action_space(self.agents[0])
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
+        self.observation = by_name(gym.vector.utils.create_empty_array(self.single_observation_space, self.num_envs))
+        self.shaping = np.zeros((self.num_envs, 0))  # coefficients of each agent, which WorkerEnvs keeps up to date
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        self.over = [True] * len(self.games)
+        observation, *_, info = self.step(None, seed)
+        return observation, info
+
+    def step(self, actions: np.ndarray, seed: int | None = None):
+        """A game that is over begins anew, and its actions are ignored."""
+        n = self.num_envs
+        rewards, terminated, truncated = np.zeros(n), np.zeros(n, bool), np.zeros(n, bool)
+        info = {name: np.zeros(n) for name in ("raw_reward", "inactive", *SCORES)}
+        for g, game in enumerate(self.games):
+            index = dict(zip(self.agents, range(g * len(self.agents), n)))
+            if self.over[g]:
+                shaping = {agent: dict(zip(self.shaped, self.shaping[i].tolist())) for agent, i in index.items()}
+                observations, infos = game.reset(seed=None if seed is None else seed + g, options=dict(shaping=shaping))
+                results = {}, {}, {}
+            else:
+                observations, *results, infos = game.step({agent: actions[index[agent]] for agent in game.agents})
+            self.over[g] = not game.agents
+            for agent, i in index.items():
+                if agent not in observations:
+                    truncated[i] = True
+                    continue
+                for name, part in by_name(observations[agent]).items():
+                    self.observation[name][i] = part
+                rewards[i], terminated[i], truncated[i] = (result.get(agent, 0) for result in results)
+                own = infos.get(agent, {})
+                info["raw_reward"][i] = own.get("raw_reward", rewards[i])
+                info["inactive"][i] = own.get("inactive", False)
+                if terminated[i] or truncated[i]:
+                    for name in SCORES:
+                        info[name][i] = own.get(name, 0.0)
+        return self.observation, rewards, terminated, truncated, info
+
+    def close_extras(self, **kwargs) -> None:
+        for game in self.games:
+            game.close()
 
 
 def make_env(args: Args):
-    """One environment. Edit this function to train on something else.
+    """One game. Edit this function to train on something else.
 
     What it returns has PettingZoo's parallel API: `possible_agents`, `observation_space`, `action_space`, `reset` and
     `step` with dicts, `agents`, `render`, `close`. It must start nothing before `reset`. All agents have the same
     spaces, with Discrete or MultiDiscrete actions. `Agent` sees uint8 images [height, width, channels], at least
     36 x 36, and float vectors: one alone, or several in a Dict. In an agent's info there may be `raw_reward`, a float
-    that scores are sums of; `inactive`, True where its action does nothing; and at the end the SCORES. If `shaping_of`
-    names coefficients, it has `set_shaping`. What needs no room in /dev/shm has ENV_SHARED_MEMORY 0.
+    that scores are sums of; `inactive`, True where its action does nothing; and at the end the SCORES. `reset` has the
+    shaping coefficients of each agent, if there are any, in its options. What needs no room in /dev/shm has
+    ENV_SHARED_MEMORY 0.
     """
-    return DoomEnv(args.env_id, args.frameskip, args.cfg_path, args.scenario_dir)
+    return DoomMatch(args.env_id, args.frameskip, args.cfg_path, args.scenario_dir)
+
+
+def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
+    """The games of one split of a worker."""
+    games = [make_env(args) for _ in range(num_envs)]
+    return Games(games, list(shaping_of(args.env_id, args.cfg_path)))
 
 
 class Spaces(NamedTuple):
@@ -666,15 +759,15 @@ def by_name(observation) -> dict:
     return dict(observation) if isinstance(observation, (dict, gym.spaces.Dict)) else dict(obs=observation)
 
 
-def spaces_of(args: Args) -> tuple[Spaces, int]:
-    """The spaces of what `make_env` returns, and its number of agents. Raises UserError where the pipeline does not
-    support them."""
-    with contextlib.closing(make_env(args)) as env:  # starts no engine
-        agents = env.possible_agents
-        spaces = {(str(env.observation_space(agent)), str(env.action_space(agent))) for agent in agents}
-        obs, action = by_name(env.observation_space(agents[0])), env.action_space(agents[0])
-    if len(spaces) > 1:
-        raise UserError(f"unsupported: agents with different spaces, {spaces}")
+def spaces_of(args: Args) -> Spaces:
+    """The spaces of what `make_envs` returns. Raises UserError where the pipeline does not support them."""
+    with contextlib.closing(make_envs(args, 1)) as envs:  # starts no engine
+        obs, action = by_name(envs.single_observation_space), envs.single_action_space
+        mode = envs.metadata.get("autoreset_mode")
+    if isinstance(envs, gym.vector.AsyncVectorEnv):
+        raise UserError("make_envs must not return an AsyncVectorEnv: actors cannot start processes")
+    if mode != gym.vector.AutoresetMode.NEXT_STEP:
+        raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
     if isinstance(action, gym.spaces.Discrete) and action.start == 0:
         heads = (int(action.n),)
     elif isinstance(action, gym.spaces.MultiDiscrete) and action.nvec.ndim == 1 and not action.start.any():
@@ -684,7 +777,13 @@ def spaces_of(args: Args) -> tuple[Spaces, int]:
     if not heads or not obs or not all(isinstance(space, gym.spaces.Box) for space in obs.values()):
         raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
                         "Discrete or MultiDiscrete of one dimension, from 0 on")  # fmt: skip
-    return Spaces(obs, heads), len(agents)
+    return Spaces(obs, heads)
+
+
+def seats_of(args: Args) -> int:
+    """How many agents play in a game."""
+    with contextlib.closing(make_env(args)) as game:  # starts no engine
+        return len(game.possible_agents)
 
 
 # === Mailbox and rollouts =============================================================================================
@@ -705,34 +804,57 @@ def room_for(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") ->
     return room
 
 
-def table_of_policies(args: Args, agents: int, session: int) -> np.ndarray:
-    """[group, environment, agent] -> the policy that plays there for the whole session. Each has the same number of
-    agents in every split, and pairs of policies, a policy with itself included, meet in equally many environments as
-    far as that allows. Another session (a resumed run) has other pairs."""
-    S, P = args.worker_num_splits, args.num_policies
-    envs = args.num_envs_per_worker // S
-    rng, met = np.random.default_rng((args.seed, session)), np.zeros((P, P))
-    table = np.zeros((args.num_workers * S, envs, agents), int)
-    for group in table:
-        left = np.full(P, envs * agents // P)
-        for env in group:
-            for seat in range(agents):
-                # the policy that has met those at the table least; if even, the one with most agents left; else chance
-                cost = [met[p, env[:seat]].sum() if left[p] else np.inf for p in range(P)]
-                env[seat] = policy = min(range(P), key=lambda p: (cost[p], -left[p], rng.random()))
-                left[policy] -= 1
-                for other in env[:seat]:
+# Who plays where, for example in one split of two games for two agents, with two policies: four rows, two of each.
+#
+#     [[0, 1],   seat_policies: policy 0 plays in the first seat of the first game, and in the second seat of the other
+#      [1, 0]]
+#
+#     [[0, 2],   seat_rows: policy 0 has the rows 0 and 1, policy 1 has the rows 2 and 3
+#      [3, 1]]
+#
+# In the next split policy 0 has the rows after its last one here. So all rows of a policy are neighbours, and within
+# them the rows of a group: had there been two such splits, policy 0 would have 0 and 1, 2 and 3, policy 1 the others.
+
+
+def seat_policies(args: Args, session: int) -> np.ndarray:
+    """[split of all workers, game, seat] -> the policy that plays there for the whole session. Each has the same number
+    of seats in every split, and pairs of policies, a policy with itself included, meet in equally many games as far as
+    that allows. Another session (a resumed run) has other pairs."""
+    S, P, seats = args.worker_num_splits, args.num_policies, seats_of(args)
+    games = args.num_envs_per_worker // S
+    rng = np.random.default_rng((args.seed, session))
+    met = np.zeros((P, P))  # how often each policy has sat down in a game with each other one, and with itself
+    table = np.zeros((args.num_workers * S, games, seats), int)
+    for split in table:
+        left = np.full(P, games * seats // P)  # seats of this split that each policy has still to take
+        for game in split:
+            for seat in range(seats):
+                sitting = game[:seat]
+                # the policy that has met those at the table least; if even, the one with most seats left; else chance
+                candidates = [(met[p, sitting].sum(), -left[p], rng.random(), p) for p in range(P) if left[p]]
+                policy = min(candidates)[-1]
+                for other in sitting:
                     met[policy, other] += 1
-                    met[other, policy] += policy != other
-            rng.shuffle(env)  # no policy is always the host
+                    if other != policy:
+                        met[other, policy] += 1
+                game[seat] = policy
+                left[policy] -= 1
+            rng.shuffle(game)  # no policy is always the host
     return table
 
 
-class Mailbox:
-    """The memory that actors share with a policy's process and with the main process; every policy has one.
+def seat_rows(table: np.ndarray, policies: int) -> np.ndarray:
+    """[split of all workers, game, seat] -> the row in the mailbox, from the policy."""
+    rows, n = np.zeros_like(table), table.size // policies  # n: rows of each policy
+    for policy in range(policies):
+        rows[table == policy] = range(policy * n, policy * n + n)  # in the table's order: split by split
+    return rows
 
-    A group is the rows of one policy in one split of one worker; they are neighbours. Between its request and its reply
-    they belong to the policy's inference thread, otherwise to the actor: no locks.
+
+class Mailbox:
+    """The only memory that actors share with other processes: a policy's has the part with its own rows.
+
+    Between its request and its reply a group's rows belong to the inference thread, otherwise to its actor: no locks.
     """
 
     def __init__(self, spaces: Spaces, rows: int, shaping: int):
@@ -746,14 +868,20 @@ class Mailbox:
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
         # written by the main process, read when an episode begins
-        self.shaping = torch.zeros(shaping, dtype=torch.float64)  # coefficients of the policy
-        # of no row: checksum of the traceback that an actor printed last; others that die of the same do not repeat it
-        self.printed = torch.zeros(1, dtype=torch.int64)
+        self.shaping = torch.zeros(rows, shaping, dtype=torch.float64)  # coefficients of the policy
 
     def arrays(self) -> SimpleNamespace:
         """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
         arrays = {name: field.numpy() for name, field in vars(self).items() if name != "obs"}
         return SimpleNamespace(obs={name: part.numpy() for name, part in self.obs.items()}, **arrays)
+
+    def part(self, policy: int, policies: int) -> "Mailbox":
+        """A policy's rows: the same memory."""
+        part, n = copy.copy(self), len(self.first) // policies
+        part.obs = {name: field[policy * n : policy * n + n] for name, field in self.obs.items()}
+        for name in vars(self).keys() - {"obs"}:
+            setattr(part, name, getattr(self, name)[policy * n : policy * n + n])
+        return part
 
 
 class Rollouts:
@@ -781,17 +909,18 @@ class Rollouts:
         self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
 
 
-def slots_needed(args: Args, rows: int) -> int:
+def slots_needed(args: Args) -> int:
     """With `sync` the slots of one iteration, one for every row: none is FREE before the update has been published.
     That is all that `sync` is; what else it changes are defaults and checks in `resolve`.
 
-    Without it a slot for every row of a policy to fill, one iteration LEARNING, and `max_batches_ahead` FULL. These are
-    never too few, whatever the other policies do: when a group waits for slots and the learner for an iteration, only
-    the other groups' are FILLING, none is LEARNING and less than an iteration is FULL, so the group's are FREE."""
+    Without it a slot for every row to fill, one iteration LEARNING, and `max_batches_ahead` FULL. These are never too
+    few: when all groups wait for slots and the learner for an iteration, none is FILLING or LEARNING and less than an
+    iteration is FULL, so there is a FREE slot for every row. Of one group that waits the same is true, whatever other
+    policies do, as only the other groups' slots are FILLING."""
     iteration = args.num_batches_per_epoch * args.batch_size // args.rollout
     if args.sync:
         return iteration
-    return rows + (1 + args.max_batches_ahead) * iteration
+    return args.num_workers * args.num_envs_per_worker + (1 + args.max_batches_ahead) * iteration
 
 
 def fields_of(memory: Mailbox | Rollouts) -> list:
@@ -1122,101 +1251,61 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, dic
 # === Actor ============================================================================================================
 
 
-class Seat:
-    """The row of one agent of an environment, and the totals of its episode so far."""
-
-    def __init__(self, mailbox: SimpleNamespace, row: int, action_space: gym.Space):
-        self.mailbox, self.row, self.shape, self.totals = mailbox, row, action_space.shape, np.zeros(3)
-
-    def write(self, observation, reward=0.0, terminated=False, first=False, inactive=False, episode=0.0) -> None:
-        mailbox, r = self.mailbox, self.row
-        if observation is not None:
-            for name, part in by_name(observation).items():
-                mailbox.obs[name][r] = part
-        mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
-        mailbox.inactive[r], mailbox.episode[r] = inactive, episode
-
-    def action(self):
-        return self.mailbox.action[self.row].reshape(self.shape).copy()  # the environment may keep it
-
-
 class WorkerEnvs:
-    """The environments of one worker. `reset` and `step` write a split's rows of the mailboxes; from then on the rows
-    belong to the policies, until all of them have filled in the actions."""
+    """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; from then on the rows
+    belong to the caller, until it has filled in the actions and calls `step` for that split again."""
 
-    def __init__(self, args: Args, worker: int, table: np.ndarray, mailboxes: list[SimpleNamespace], seed: int,
-                 before_start=lambda: None):  # fmt: skip
-        """table [split, environment, agent]: the policy that plays there; mailboxes: their arrays; before_start: called
-        before each start of an environment or an episode, which may take seconds."""
+    def __init__(self, args: Args, rows: np.ndarray, mailbox: SimpleNamespace, seed: int):
+        """rows: [split, game, seat] -> the row in the mailbox; mailbox: its arrays."""
         random.seed(seed)  # for environments that draw from these: forked actors would all have the same numbers
         np.random.seed(seed)
         torch.manual_seed(seed)
-        self.args, self.worker, self.seed, self.before_start = args, worker, seed, before_start
-        self.names = list(shaping_of(args))
-        free = [iter(range(worker * rows // args.num_workers, rows)) for rows in (len(m.first) for m in mailboxes)]
-        self.splits = [[(make_env(args), {}) for _ in split] for split in table]
-        for policies, (env, seats) in zip(table.reshape(-1, table.shape[-1]), sum(self.splits, [])):
-            for policy, agent in zip(policies, env.possible_agents):
-                seats[agent] = Seat(mailboxes[policy], next(free[policy]), env.action_space(agent))
+        S, games, seats = rows.shape
+        n = games * seats
+        self.args, self.mailbox, self.seed, self.n = args, mailbox, seed, n
+        self.splits = [make_envs(args, games) for _ in range(S)]
+        self.rows = rows.reshape(S, n)
+        self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
+        self.totals = np.zeros((S, n, len(EPISODE)))  # of the episodes under way
 
     def reset(self, split: int) -> None:
         """Starts the split's environments."""
-        for i, (env, seats) in enumerate(self.splits[split]):
-            self.begin(env, seats, self.seed + split * len(self.splits[split]) + i)
-
-    def begin(self, env, seats: dict, seed: int | None = None) -> None:
-        """The next episode of an environment; a lost match is started anew."""
-        for attempt in range(3):
-            for agent, seat in seats.items():
-                if self.names:
-                    env.set_shaping(agent, dict(zip(self.names, seat.mailbox.shaping.tolist())))
-            self.before_start()
-            try:
-                observations, infos = env.reset(seed=seed)
-                break
-            except MatchLost as error:
-                self.lost(env, error)
-                if attempt == 2:
-                    raise
-        for agent, seat in seats.items():
-            seat.totals[:] = 0
-            seat.write(observations[agent], first=True, inactive=infos.get(agent, {}).get("inactive", False))
-
-    def lost(self, env, error: MatchLost) -> None:
-        # On stderr, as all that an actor has to say. Only the main process writes log.txt.
-        print(f"a match of actor {self.worker} is started again: {error}", file=sys.stderr, flush=True)
-        env.kill()
+        r, mailbox = self.rows[split], self.mailbox
+        self.splits[split].shaping = mailbox.shaping[r]
+        observation, info = self.splits[split].reset(seed=self.seed + split * self.n)
+        self.write(r, observation)
+        mailbox.inactive[r] = info.get("inactive", False)
+        mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
 
     def step(self, split: int) -> None:
-        for env, seats in self.splits[split]:
-            if not env.agents:  # the step before ended the episode: these actions are ignored
-                self.begin(env, seats)
-                continue
-            try:
-                results = env.step({agent: seats[agent].action() for agent in env.agents})
-            except MatchLost as error:
-                self.lost(env, error)
-                self.begin(env, seats)
-                continue
-            observations, rewards, terminated, truncated, infos = results
-            for agent, seat in seats.items():
-                if agent not in observations:  # it left before the others' end; `first` makes these steps invalid
-                    seat.write(None, first=True)
-                    continue
-                info, reward = infos[agent], rewards[agent]
-                raw_reward = info.get("raw_reward", reward)
-                if not np.isfinite(reward):
-                    raise ValueError(f"a reward is not finite: {reward}")
-                reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
-                seat.totals += raw_reward, reward, 1
-                ended = terminated[agent] or truncated[agent]
-                episode = [*seat.totals, *(info.get(name, 0.0) for name in SCORES)] if ended else 0.0
-                seat.write(observations[agent], reward, terminated[agent], False, info.get("inactive", False), episode)
+        r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
+        first = self.ended[split].copy()
+        action = mailbox.action[r].reshape(envs.action_space.shape).copy()  # the environment may keep it
+        envs.shaping = mailbox.shaping[r]
+        observation, reward, terminated, truncated, info = envs.step(action)
+        self.write(r, observation)
+        raw_reward = info.get("raw_reward", reward)
+        if raw_reward.dtype.kind != "f":  # Gymnasium gives those of all environments the type of the first one's
+            raise TypeError(f"raw_reward must be a float, not {raw_reward.dtype}")
+        if not np.isfinite(reward).all():
+            raise ValueError(f"a reward is not finite: {reward}")
+        reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
+        mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
+        mailbox.inactive[r] = info.get("inactive", False)
+        self.ended[split] = terminated | truncated
+        own = [info.get(name, np.zeros(self.n)) for name in EPISODE[3:]]
+        totals += np.stack([raw_reward, reward, np.ones(self.n), *own], axis=-1) * ~first[:, None]
+        over = np.asarray(info.get("game_over", self.ended[split]), bool)  # not where a lost life ended it
+        mailbox.episode[r] = totals * over[:, None]
+        totals[over] = 0
+
+    def write(self, r: np.ndarray, observation) -> None:
+        for name, part in by_name(observation).items():
+            self.mailbox.obs[name][r] = part
 
     def close(self) -> None:
-        for split in self.splits:
-            for env, _ in split:
-                env.close()
+        for envs in self.splits:
+            envs.close()
 
 
 def read_splits(pipe) -> bytes:
@@ -1232,12 +1321,12 @@ def write_splits(pipe, splits: bytes) -> None:
         os.write(pipe.fileno(), splits)
 
 
-def actor(core: int | None, args: Args, worker: int, seed: int, table: np.ndarray, mailboxes: list[Mailbox],
+def actor(core: int | None, args: Args, worker: int, seed: int, rows: np.ndarray, mailbox: Mailbox,
           requested: torch.Tensor, pipes: list) -> None:  # fmt: skip
     """An actor. It has a pipe to each policy. A byte that it writes there says that the policy's rows of that split are
-    written. A byte that it reads says that their actions are. The end of any pipe is the end of the run, of the main
-    process or of that policy. What it dies of is on stderr: an exception, a crash in a library, or, if the timer runs
-    out, where it was."""
+    written. A byte that it reads says that their actions are. The end of any pipe is the end of the run, or of that
+    policy. What it dies of is on stderr: an exception, a crash in a library, or, if it hung until the timer ran out,
+    where it was."""
     seconds = 0.0  # no timer
     if args.actor_timeout:
         seconds = args.actor_timeout + worker / 10  # actors that hang together: one stack after another
@@ -1250,41 +1339,35 @@ def actor(core: int | None, args: Args, worker: int, seed: int, table: np.ndarra
     os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
     torch.set_num_threads(1)
     timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
-    missing = [0] * args.worker_num_splits  # policies whose actions a split still waits for
+    missing = Counter()  # of each split: how many policies have still to reply
 
-    def request(split: int) -> None:  # from here on the split's rows belong to inference, until every reply names it
+    def request(split: int) -> None:  # from here on its rows belong to inference, until all replies name it
         missing[split] = len(pipes)
         requested[worker] += 1
         for pipe in pipes:
             write_splits(pipe, bytes([split]))
 
-    with selectors.DefaultSelector() as replies:
-        try:
-            for pipe in pipes:
-                replies.register(pipe, selectors.EVENT_READ)
-            timer(seconds * args.num_envs_per_worker)
-            arrays, before_start = [mailbox.arrays() for mailbox in mailboxes], functools.partial(timer, seconds)
-            envs = WorkerEnvs(args, worker, table, arrays, seed, before_start)
-            for split in range(args.worker_num_splits):
-                envs.reset(split)
-                request(split)
-            timer(0)  # waiting for actions is no hang
-            while all(replied := [read_splits(key.fileobj) for key, _ in replies.select()]):
-                for split in b"".join(replied):
-                    missing[split] -= 1
-                    if missing[split] == 0:
-                        timer(seconds)
-                        envs.step(split)
-                        timer(0)
-                        request(split)
-            timer(seconds)
-            envs.close()
-        except BaseException:  # sys.exit() in an environment, too
-            text, printed = traceback.format_exc(), mailboxes[0].printed
-            if printed[0] != zlib.crc32(text.encode()):
-                printed[0] = zlib.crc32(text.encode())
-                os.write(2, f"actor {worker}:\n{text}".encode())  # in one piece: not mixed with another actor's
-            sys.exit(1)
+    try:
+        timer(seconds * args.num_envs_per_worker)
+        envs = WorkerEnvs(args, rows, mailbox.arrays(), seed)
+        for split in range(args.worker_num_splits):
+            timer(seconds * envs.n)
+            envs.reset(split)
+            timer(0)
+            request(split)
+        while all(replies := [read_splits(pipe) for pipe in multiprocessing.connection.wait(pipes)]):
+            for split in b"".join(replies):
+                missing[split] -= 1
+                if missing[split] == 0:
+                    timer(seconds)
+                    envs.step(split)
+                    timer(0)  # waiting for actions is no hang
+                    request(split)
+        timer(seconds)
+        envs.close()
+    except BaseException:  # sys.exit() in an environment, too
+        os.write(2, f"actor {worker}:\n{traceback.format_exc()}".encode())  # in one piece: not mixed with another's
+        os._exit(1)  # Python would wait for all threads: those of a match may wait for ever for the engine that ended
 
 
 # === Inference ========================================================================================================
@@ -1349,8 +1432,8 @@ class Inference:
 
     def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device, mailbox: Mailbox):
         self.args, self.device = args, device
-        rows, slots = len(mailbox.first), slots_needed(args, len(mailbox.first))
-        self.size = rows // (args.num_workers * args.worker_num_splits)  # rows in a group
+        rows, slots = max(1, args.num_workers) * args.num_envs_per_worker, slots_needed(args)
+        self.size = args.num_envs_per_worker // args.worker_num_splits  # rows in a group
         self.mailbox = mailbox
         self.arrays = self.mailbox.arrays()
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
@@ -1494,6 +1577,7 @@ class Learner:
         self.global_step = 0  # valid transitions received
         self.skipped = 0  # iterations, or steps of one, without a single usable sample
         self.best_return = -float("inf")
+        self.deadline = np.inf  # when the time is up
 
     def load(self, checkpoint: dict) -> None:
         """All but the weights, which the agent has already."""
@@ -1513,12 +1597,12 @@ class Learner:
         self.inference.episodes.extend(donor["episodes"])  # they are what these weights have reached
         self.publish()
 
-    def collect(self, control: "Control") -> np.ndarray | None:
-        """Waits for the slots of an iteration: FULL -> LEARNING. None when the main process says stop (`Control` is
-        below). Raises what has ended the inference thread."""
+    def collect(self) -> np.ndarray | None:
+        """Waits for the slots of an iteration: FULL -> LEARNING. None when the time is up or the user stops the run
+        (STOP is below, beside what a signal does). Raises what has ended the inference thread."""
         start, args = time.perf_counter(), self.args
         count = args.num_batches_per_epoch * args.batch_size // args.rollout
-        while control.obey():
+        while not STOP.asked_at and time.monotonic() < self.deadline:
             if len(self.full_slots) >= count:
                 self.inference.counts["waited"] += time.perf_counter() - start
                 slots, self.full_slots = self.full_slots[:count], self.full_slots[count:]
@@ -1586,8 +1670,8 @@ class Learner:
         restarts = [0, *(np.flatnonzero(first[1:].any(1)) + 1).tolist()]  # here without asking the device
         inactive = r.inactive[:, slots]
         mask = ~first[1:] & ~inactive & (lag < self.args.max_policy_lag)
-        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], inactive=inactive,
-                    mask=mask)  # fmt: skip
+        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
+        host["inactive"] = inactive
         moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
         return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts)
 
@@ -1642,39 +1726,129 @@ def start_forkserver() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
-class Workers:
-    """The actor processes: started by the main process, and replaced when they die.
+class Actors:
+    """The actors as a policy knows them: a pipe to each. They come through `link`, the pipe to the main process, and so
+    do orders. One thread at a time owns all of this: the main thread while the environments start, then the inference
+    thread, and the main thread again when they are to stop."""
 
-    When an actor dies, its environments and the last transition of each of its rows are lost, for all policies: the
-    row's next observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are
-    kept."""
+    def __init__(self, args: Args, inference: "Inference", link):
+        self.args, self.inference, self.link = args, inference, link
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(inference.bell, selectors.EVENT_READ)
+        self.selector.register(link, selectors.EVENT_READ)
+        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
+        self.pipes = [None] * args.num_workers  # None: its actor is dead, and the next one's is not here yet
+        self.orders = queue.SimpleQueue()  # for the learner
+
+    def start_all(self) -> None:
+        """Returns when all groups have asked, or the run is to stop. With `sync` there is one slot for each row: none
+        is given away before."""
+        while len(self.requests) < self.args.num_workers * self.args.worker_num_splits and not STOP.asked_at:
+            self.wait(0.5)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for requests, for slots that become free (the bell), or for the main process."""
+        S, told = self.args.worker_num_splits, False
+        for key, _ in self.selector.select(timeout):
+            worker = key.data
+            if key.fileobj is self.link:
+                told = True
+            elif worker is None:
+                os.eventfd_read(self.inference.bell)
+            elif splits := read_splits(key.fileobj):
+                self.requests += [worker * S + split for split in splits]
+            else:
+                self.drop(worker)
+        if told:  # only now: a new actor may take the place of one that was among the others
+            self.obey()
+
+    def obey(self) -> None:
+        """What the main process says (`Processes`): the number of a worker, whose new actor's pipe follows; an order
+        for the learner; or None, to stop. The end of the main process is that, too."""
+        try:
+            message = self.link.recv()
+        except (EOFError, OSError):
+            message = None
+        if message is None:
+            STOP.asked_at = time.monotonic()
+            self.selector.unregister(self.link)
+        elif isinstance(message, int):
+            self.drop(message)  # the end of the one before it may not have been seen yet
+            file = multiprocessing.reduction.recv_handle(self.link)
+            self.pipes[message] = multiprocessing.connection.Connection(file)
+            self.selector.register(self.pipes[message], selectors.EVENT_READ, message)
+        else:
+            self.orders.put(message)
+
+    def reply(self, groups: list[int]) -> None:
+        """Gives the groups' rows back to their actors."""
+        self.requests = [group for group in self.requests if group not in groups]
+        for group in groups:
+            worker, split = divmod(group, self.args.worker_num_splits)
+            write_splits(self.pipes[worker], bytes([split]))
+
+    def drop(self, worker: int) -> None:
+        """The actor has ended, and with its pipe all that it had asked for."""
+        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
+        if self.pipes[worker]:
+            self.selector.unregister(self.pipes[worker])
+            self.pipes[worker].close()
+            self.pipes[worker] = None
+
+    def stop(self) -> None:
+        """Ends all actors: by closing their pipes."""
+        for pipe in filter(None, self.pipes):
+            pipe.close()
+
+
+class Processes:
+    """All other processes, which the main process starts, hears of and ends: one for each policy, and the actors.
+
+    A policy that dies ends the run. An actor that dies is replaced: its environments and the last transition of each of
+    its rows are lost, for all policies. The row's next observation is a `first` one, which makes that transition
+    invalid. Earlier steps in its FILLING slots are kept."""
 
     SHORT_LIFE = 1000  # requests. A worker whose actors die sooner three times in a row ends the run
 
-    def __init__(self, args: Args, table: np.ndarray, population: "Population", log):
-        """Another session of the population gives the environments other seeds."""
-        self.args, self.table, self.population, self.log = args, table, population, log
+    def __init__(self, args: Args, spaces: Spaces, mailbox: Mailbox, population: "Population", log):
+        self.args, self.spaces, self.mailbox, self.population, self.log = args, spaces, mailbox, population, log
+        self.rows = seat_rows(seat_policies(args, population.session), args.num_policies)
         self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
+        self.policies, self.pipes = [], []  # of each policy: its process, and our end of the pipe to it
         # of each worker: its actor, how many died early in a row, how often this actor has asked
         self.actors, self.short_lives = [None] * args.num_workers, [0] * args.num_workers
         self.requested = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
         self.started, self.deaths = False, 0
 
     def start_all(self) -> None:
-        """Starts policies and actors. Returns when every environment has been started, or the user stops the run.
-        Raises UserError."""
-        self.population.start()
+        """Returns when every environment has been started, or the user stops the run. Raises UserError."""
+        for policy in range(self.args.num_policies):
+            self.start_policy(policy)
         for worker in range(self.args.num_workers):
             self.start(worker)
-        groups, n, _ = self.table.shape
-        with tqdm(total=groups * n, desc="starting environments", disable=None) as bar:
-            started, S = 0, self.args.worker_num_splits
-            while started < groups and not STOP.asked_at:
-                started = int(self.requested.clamp(max=S).sum())
+        splits, games, _ = self.rows.shape
+        with tqdm(total=splits * games, desc="starting environments", disable=None) as bar:
+            started = 0
+            while started < splits and not STOP.asked_at:
                 self.check()
                 time.sleep(0.1)
-                bar.update(started * n - bar.n)
+                started = int(self.requested.clamp(max=self.args.worker_num_splits).sum())
+                bar.update(started * games - bar.n)
         self.started = True
+
+    def start_policy(self, policy: int) -> None:
+        args = share_of(self.args)
+        if args.device == "cuda":
+            args.device = f"cuda:{policy % torch.cuda.device_count()}"
+        for name in TUNED:
+            setattr(args, name, self.population.genes[policy][name])
+        ours, theirs = self.context.Pipe()
+        folder, mailbox = policy_folder(self.population.folder, policy), self.mailbox.part(policy, args.num_policies)
+        arguments = (args, policy, folder, self.spaces, mailbox, theirs)
+        started = self.context.Process(target=policy_process, name=f"policy {policy}", args=arguments, daemon=True)
+        started.start()
+        self.policies.append(started)
+        self.pipes.append(ours)
 
     def start(self, worker: int) -> None:
         args, S, allowed = self.args, self.args.worker_num_splits, sorted(os.sched_getaffinity(0))
@@ -1683,24 +1857,51 @@ class Workers:
         entropy = np.random.SeedSequence((args.seed, self.population.session, worker, self.deaths))
         seed = int(entropy.generate_state(1)[0]) >> 2
         self.requested[worker] = 0
-        pairs = [self.context.Pipe() for _ in self.population.doors]
-        arguments = (core, args, worker, seed, self.table[worker * S : worker * S + S], self.population.mailboxes,
-                     self.requested, [pipe for _, pipe in pairs])  # fmt: skip
-        started = self.context.Process(target=actor, args=arguments, daemon=True)
+        pairs = [self.context.Pipe() for _ in self.policies]  # the actor's end, the policy's
+        rows, pipes = self.rows[worker * S : worker * S + S], [pipe for pipe, _ in pairs]
+        arguments = (core, args, worker, seed, rows, self.mailbox, self.requested, pipes)
+        started = self.context.Process(target=actor, name=f"actor {worker}", args=arguments, daemon=True)
         started.start()
         self.actors[worker] = started
-        for door, (pipe, _) in zip(self.population.doors, pairs):
+        for to_policy, (_, pipe) in zip(self.pipes, pairs):
             with contextlib.suppress(OSError):  # this policy is dead, as `check` will say
-                socket.send_fds(door, [worker.to_bytes(4)], [pipe.fileno()])
+                to_policy.send(worker)
+                multiprocessing.reduction.send_handle(to_policy, pipe.fileno(), None)
         # As soon as we return, either end of a pipe is open in one process alone: its end is that process's.
 
     def check(self) -> None:
         """The main process calls this often. It looks at the policies first: with one of them all actors end. Raises
         UserError."""
-        self.population.check()
+        for policy, process in enumerate(self.policies):
+            alive = process.is_alive()
+            self.read(policy)  # its last words, too
+            if not alive and "error" in self.population.reports[policy]:
+                raise UserError(f"policy {policy}: {self.population.reports[policy]['error']}")
+            if not alive:
+                raise UserError(f"policy {policy} died (exit code {process.exitcode}); to go on, give the same command "
+                                f"with --experiment {self.args.experiment}")  # fmt: skip
         for worker, process in enumerate(self.actors):
             if not process.is_alive():
                 self.replace(worker)
+
+    def read(self, policy: int) -> None:
+        """What the policy reports."""
+        with contextlib.suppress(EOFError, OSError):  # it has ended
+            while self.pipes[policy].poll():
+                report = self.pipes[policy].recv()
+                if text := report.pop("log", None):
+                    self.log(f"policy {policy}: {text}")
+                self.population.reports[policy] |= report
+
+    def ask(self, policy: int, donor: Path | None, settings: dict[str, float]) -> None:
+        """Waits until the policy has done what `obey` says. Raises UserError."""
+        report = self.population.reports[policy]
+        report["answered"] = False
+        with contextlib.suppress(OSError):  # it has died, as `check` will say
+            self.pipes[policy].send((donor, settings))
+        while not report["answered"]:
+            self.check()
+            multiprocessing.connection.wait([self.pipes[policy]], timeout=0.5)
 
     def replace(self, worker: int) -> None:
         """The actor has ended. Raises UserError where another actor is not to be tried."""
@@ -1723,65 +1924,21 @@ class Workers:
         self.start(worker)
 
     def stop(self) -> None:
-        """Ends all actors. With the policies, which have ended, their pipes have; after five seconds by force."""
+        """Every policy that lives saves and ends, and with the policies' pipes the actors; after a while by force."""
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        deadline = time.monotonic() + 30
+        for policy, process in enumerate(self.policies):
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                self.log(f"policy {policy} was ended by force, and has not saved")
+                process.kill()
+            self.read(policy)  # its last step
         deadline = time.monotonic() + 5
         for process in filter(None, self.actors):
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
-
-
-class Actors:
-    """The actors as a policy's inference thread knows them, which owns all of this: a pipe to each, of which the main
-    process sends our end through `door`."""
-
-    def __init__(self, args: Args, inference: "Inference", door: socket.socket):
-        self.args, self.inference, self.door, self.selector = args, inference, door, selectors.DefaultSelector()
-        self.selector.register(inference.bell, selectors.EVENT_READ)
-        self.selector.register(door, selectors.EVENT_READ)
-        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
-        self.pipes: list[socket.socket | None] = [None] * args.num_workers  # None: its actor is dead, the next not here
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits for requests, for a new actor, for slots that become free (the bell), or for the end."""
-        S, arrived = self.args.worker_num_splits, False
-        for key, _ in self.selector.select(timeout):
-            worker = key.data
-            if key.fileobj is self.door:
-                arrived = True
-            elif worker is None:
-                os.eventfd_read(self.inference.bell)
-            elif splits := read_splits(key.fileobj):
-                self.requests += [worker * S + split for split in splits]
-            else:
-                self.drop(worker)
-        if arrived:  # only now: it may take the place of one that was among the others
-            self.connect()
-
-    def reply(self, groups: list[int]) -> None:
-        """Gives the groups' rows back to their actors."""
-        self.requests = [group for group in self.requests if group not in groups]
-        for group in groups:
-            worker, split = divmod(group, self.args.worker_num_splits)
-            write_splits(self.pipes[worker], bytes([split]))
-
-    def drop(self, worker: int) -> None:
-        """The actor has ended, and with its pipe all that it had asked for."""
-        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
-        if self.pipes[worker]:
-            self.selector.unregister(self.pipes[worker])
-            self.pipes[worker].close()
-            self.pipes[worker] = None
-
-    def connect(self) -> None:
-        """A new actor's pipe. The end of the one before it may not have been seen yet."""
-        message, files, *_ = socket.recv_fds(self.door, 4, 1)
-        if not message:  # the main process is dead, as the learner sees too
-            self.selector.unregister(self.door)
-            return
-        worker = int.from_bytes(message)
-        self.drop(worker)
-        self.pipes[worker] = socket.socket(fileno=files[0])
-        self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
 
 
 STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
@@ -1800,14 +1957,17 @@ def on_signal(number: int, frame) -> None:
 
 @contextlib.contextmanager
 def sampling(inference: Inference, actors: Actors):
-    """Context with the inference thread, which ends with it."""
+    """Context with actors, their environments and the inference thread, all ended with it."""
     thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
     try:
+        actors.start_all()
         thread.start()
         yield
     finally:
         inference.stop()
-        thread.join(10)
+        if thread.is_alive():
+            thread.join(10)
+        actors.stop()
         inference.unpin()
 
 
@@ -1860,10 +2020,6 @@ def load_weights(agent: Agent, checkpoint: dict, folder: Path, args: Args) -> No
         raise UserError(f"the network in {folder} does not fit {args.env_id}, these flags or this file") from None
 
 
-def policy_folder(folder: Path, policy: int) -> Path:
-    return folder / f"policy_{policy:02d}"
-
-
 def saved_args(folder: Path) -> dict:
     """An experiment's Args as typed (before `resolve`), without the flags of one SESSION. Raises UserError."""
     if not (folder / "cfg.json").exists():
@@ -1872,18 +2028,22 @@ def saved_args(folder: Path) -> dict:
     return {field.name: saved[field.name] for field in fields(Args) if field.name in saved.keys() - set(SESSION)}
 
 
+def policy_folder(folder: Path, policy: int) -> Path:
+    return folder / f"policy_{policy:02d}"
+
+
 def load_agent(folder: Path | str, policy: int = 0, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
     """A trained policy in an experiment's folder, its Args (set for environments in this process and updated by
     `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
     in_process = dict(num_workers=1, worker_num_splits=1, batch_size=None, num_batches_per_epoch=1, num_policies=1,
-                      policy_settings=[], with_pbt=False)  # fmt: skip
+                      policy_settings="{}", with_pbt=False)  # fmt: skip
     folder = Path(folder)
     args = resolve(Args(**saved_args(folder) | changes | in_process))
     folder = policy_folder(folder, policy)
     checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
     if checkpoint is None:
         raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
-    agent = Agent(spaces_of(args)[0], args).to(args.device)
+    agent = Agent(spaces_of(args), args).to(args.device)
     load_weights(agent, checkpoint, folder, args)
     return agent, args, checkpoint["global_step"]
 
@@ -1892,68 +2052,33 @@ def load_agent(folder: Path | str, policy: int = 0, kind: str = "latest", **chan
 
 # of population-based training: name in --pbt-target-objective -> metric
 OBJECTIVES = dict(kills="charts/kills", frags="charts/frags", wins="charts/win") | {"return": "charts/episodic_return"}
-
-
-class Control:
-    """A policy's end of its pipe to the main process: orders come, reports go."""
-
-    def __init__(self, pipe, learner: Learner, checkpoints: Path):
-        self.pipe, self.learner, self.checkpoints = pipe, learner, checkpoints
-
-    def send(self, **report) -> None:
-        with contextlib.suppress(OSError):  # the main process is dead, as `obey` will find
-            self.pipe.send(report)
-
-    def obey(self) -> bool:
-        """The learner calls this often: does what the main process says. False when that is stop, or when it is
-        dead."""
-        learner = self.learner
-        while self.pipe.poll():
-            try:
-                order, content = self.pipe.recv()
-            except (EOFError, OSError):
-                return False
-            if order == "stop":
-                return False
-            if order == "become":  # with the donor's folder or None, and numbers for Args
-                donor, genes = content
-                if donor is not None:
-                    learner.become(load_checkpoint(donor, "latest", lambda text: self.send(log=text)))
-                for name, value in genes.items():
-                    setattr(learner.args, name, value)
-            save_latest(self.checkpoints, learner, learner.args.keep_checkpoints)  # "save" is only this
-            self.send(answered=True)
-        return True
-
-
 TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value", "gamma")
 
 
 def default_genes(args: Args) -> dict[str, float]:
     """The numbers in which policies may differ: of Args by their names (Sample Factory's), and shaping coefficients."""
-    return {name: getattr(args, name) for name in TUNED} | shaping_of(args)
+    return {name: getattr(args, name) for name in TUNED} | shaping_of(args.env_id, args.cfg_path)
 
 
 def starting_genes(args: Args) -> list[dict[str, float]]:
     """Those of each policy. With `with_pbt` all policies but the first start mutated. Raises UserError."""
-    numbers, rng = default_genes(args), random.Random(args.seed)
-    genes = [dict(numbers) for _ in range(args.num_policies)]
+    defaults, rng = default_genes(args), random.Random(args.seed)
+    genes = [dict(defaults) for _ in range(args.num_policies)]
     if args.with_pbt:
-        genes[1:] = [mutate(args, one, numbers, rng) for one in genes[1:]]
-    for text in args.policy_settings:
-        try:
-            index, name, value = re.fullmatch(r"(\d+):([^=]+)=(.+)", text).groups()
-            one, value = genes[int(index)], float(value)
-            name = name if name in numbers else name.replace("-", "_")
-        except (AttributeError, ValueError, IndexError):
-            raise UserError(f"--policy-settings {text}: not a policy, a name, a number as in 1:vf_coef=0.2") from None
-        if name not in numbers:
-            near = difflib.get_close_matches(name, numbers, cutoff=0.3) or list(numbers)
-            raise UserError(f"--policy-settings {text}: {name} cannot differ; did you mean {' or '.join(near)}?")
-        high = AT_MOST.get(name, np.inf)
-        if hasattr(args, name) and not 0 <= value <= high:
-            raise UserError(f"--policy-settings {text} is out of range: 0 to {high}")
-        one[name] = value
+        genes[1:] = [mutate(args, one, defaults, rng) for one in genes[1:]]
+    try:
+        settings = {int(policy): dict(own) for policy, own in json.loads(args.policy_settings).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(f'--policy-settings {args.policy_settings} is not like {{"1": {{"vf_coef": 0.2}}}}') from None
+    for policy, own in settings.items():
+        for name, value in own.items():
+            high = AT_MOST.get(name, np.inf)
+            if policy not in range(args.num_policies) or name not in defaults:
+                raise UserError(f"--policy-settings: there is no {name} of policy {policy}; policies 0 to "
+                                f"{args.num_policies - 1} may differ in {', '.join(defaults)}")  # fmt: skip
+            if not isinstance(value, int | float) or name in TUNED and not 0 <= value <= high:
+                raise UserError(f"--policy-settings: {name} {value} is out of range: 0 to {high}")
+            genes[policy][name] = value
     return genes
 
 
@@ -1974,11 +2099,11 @@ def mutate(args: Args, genes: dict[str, float], defaults: dict[str, float], rng:
 
 
 class Population:
-    """The policies' processes, and population-based training (Jaderberg et al. 2017; Sample Factory's rules)."""
+    """Population-based training (Jaderberg et al. 2017; Sample Factory's rules): each policy's numbers (its *genes*),
+    what it has reported last, and the exchanges. What a resumed run needs of it is in population.json."""
 
-    def __init__(self, args: Args, folder: Path, spaces: Spaces, rows: int, log):
-        """rows: of one policy"""
-        self.args, self.folder, self.log, self.context = args, folder, log, mp.get_context("forkserver")
+    def __init__(self, args: Args, folder: Path, mailbox: Mailbox):
+        self.args, self.folder, self.mailbox = args, folder, mailbox
         self.genes, self.defaults = starting_genes(args), default_genes(args)
         self.session, self.exchanged, steps = 0, 0, [0] * args.num_policies  # exchanged: at which step
         if (path := folder / "population.json").exists():
@@ -1987,15 +2112,10 @@ class Population:
             for genes, before in zip(self.genes, saved["genes"]):
                 for name, value in self.defaults.items():  # a flag that was typed anew is for all policies
                     genes[name] = before[name] if saved["defaults"].get(name) == value else value
-        self.mailboxes = [Mailbox(spaces, rows, len(shaping_of(args))) for _ in self.genes]
-        for field in sum(map(fields_of, self.mailboxes), []):
-            field.share_memory_()
-        self.reports = [dict(step=step, fps=0.0, lag=0.0, bottleneck="", objective=None) for step in steps]
-        self.processes, self.controls = [], []
-        self.doors: list[socket.socket] = []  # through which a policy gets its pipes to new actors
-        self.rng, self.spaces = random.Random(f"{args.seed} {self.session}"), spaces
-        for index in range(args.num_policies):
-            self.write_shaping(index)
+        self.reports = [dict(step=step, objective=None) for step in steps]
+        self.rng = random.Random(f"{args.seed} {self.session}")
+        for policy in range(args.num_policies):
+            self.write_shaping(policy)
 
     def save(self) -> None:
         path = self.folder / "population.tmp"
@@ -2008,61 +2128,17 @@ class Population:
         """Mean over the policies."""
         return statistics.mean(report["step"] for report in self.reports)
 
-    def write_shaping(self, index: int) -> None:
+    def write_shaping(self, policy: int) -> None:
         """Every agent of the policy reads it when its next episode begins."""
-        values = [self.genes[index][name] for name in shaping_of(self.args)]
-        self.mailboxes[index].shaping[:] = torch.tensor(values, dtype=torch.float64)
+        values = [self.genes[policy][name] for name in shaping_of(self.args.env_id, self.args.cfg_path)]
+        self.mailbox.part(policy, self.args.num_policies).shaping[:] = torch.tensor(values, dtype=torch.float64)
 
-    def settings(self, genes: dict[str, float]) -> dict[str, float]:
-        """Those that are in Args."""
-        return {name: value for name, value in genes.items() if hasattr(self.args, name)}
+    def write(self, writer, policy: int, **more: float) -> None:
+        """To TensorBoard: the genes of a policy from now on, and more numbers."""
+        for name, value in (self.genes[policy] | more).items():
+            writer.add_scalar(f"pbt/{name}/{policy}", value, self.reports[policy]["step"])
 
-    def start(self) -> None:
-        count = torch.cuda.device_count() if self.args.device == "cuda" else 0
-        for index in range(self.args.num_policies):
-            args = copy.copy(self.args)
-            args.device = f"cuda:{index % count}" if count else args.device
-            for name, value in self.settings(self.genes[index]).items():
-                setattr(args, name, value)
-            (control, pipe), (door, far_door) = self.context.Pipe(), socket.socketpair()
-            arguments = (pipe, args, index, policy_folder(self.folder, index), self.spaces, self.mailboxes[index], pipe,
-                         far_door)  # fmt: skip
-            process = self.context.Process(target=policy_process, name=f"policy {index}", args=arguments, daemon=True)
-            process.start()
-            pipe.close()
-            far_door.close()
-            self.processes.append(process)
-            self.controls.append(control)
-            self.doors.append(door)
-
-    def read(self, index: int) -> None:
-        with contextlib.suppress(EOFError, OSError):  # the policy has ended
-            while self.controls[index].poll():
-                self.reports[index] |= self.controls[index].recv()
-                if text := self.reports[index].pop("log", None):
-                    self.log(f"policy {index}: {text}")
-
-    def check(self) -> None:
-        """Reads what the policies report. Raises UserError when one has died."""
-        for index, process in enumerate(self.processes):
-            dead = not process.is_alive()
-            self.read(index)  # its last words, too
-            if dead and "error" in self.reports[index]:
-                raise UserError(f"policy {index}: {self.reports[index]['error']}")
-            if dead:
-                raise UserError(f"policy {index} died (exit code {process.exitcode}); to go on, give the same command "
-                                f"with --experiment {self.args.experiment}")  # fmt: skip
-
-    def ask(self, index: int, order: str, content, check) -> None:
-        """Waits until a policy has done it; calls `check` meanwhile, which raises UserError when it dies."""
-        self.reports[index]["answered"] = False
-        with contextlib.suppress(OSError):  # it has died, as `check` will say
-            self.controls[index].send((order, content))
-        while not self.reports[index]["answered"]:
-            check()
-            multiprocessing.connection.wait([self.controls[index]], timeout=0.5)
-
-    def exchange(self, check, writer) -> None:
+    def exchange(self, processes: Processes, writer) -> None:
         """When all policies have made enough steps since the last exchange: the best go on as they are, the worst
         become mutated copies of one of the best if the gap is large enough, the others are mutated. Policy 0 can be
         replaced, but never mutates."""
@@ -2070,64 +2146,35 @@ class Population:
         made = min(report["step"] for report in self.reports)
         if None in objectives or made < max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps):
             return
-        P = args.num_policies
-        order = sorted(range(P), key=lambda index: objectives[index], reverse=True)
-        k = min(math.ceil(args.pbt_replace_fraction * P), P // 2)
-        for index in range(P):
-            step, before, donor = self.reports[index]["step"], self.genes[index], index  # donor: of its weights
-            if index in order[P - k :]:
-                best = self.rng.choice(order[:k])
-                gap, size = objectives[best] - objectives[index], max(abs(objectives[best]), abs(objectives[index]))
-                if gap > max(args.pbt_replace_reward_gap_absolute, args.pbt_replace_reward_gap * size):
-                    donor = best
-            genes, place = dict(self.genes[donor]), None
-            if index not in order[:k] and index:
+        order = sorted(range(args.num_policies), key=lambda policy: objectives[policy], reverse=True)
+        k = min(math.ceil(args.pbt_replace_fraction * len(order)), len(order) // 2)
+        best, worst = order[:k], order[len(order) - k :]
+        for policy in range(args.num_policies):
+            donor, mine = policy, objectives[policy]  # donor: of its weights and genes
+            if policy in worst:
+                better = self.rng.choice(best)
+                gap, size = objectives[better] - mine, max(abs(objectives[better]), abs(mine))
+                if gap > args.pbt_replace_reward_gap * size:
+                    donor = better
+            genes = self.genes[donor]
+            if policy not in best and policy != 0:
                 genes = mutate(args, genes, self.defaults, self.rng)
-            kind = "replaced" if donor != index else "kept" if genes == before else "mutated"
-            if donor != index:
-                self.ask(donor, "save", None, check)
+            kind = "kept" if genes == self.genes[policy] else "mutated"
+            place = None
+            if donor != policy:
+                kind = f"replaced by policy {donor} ({objectives[donor]:.2f})"
+                processes.ask(donor, None, {})  # it saves
                 place = policy_folder(self.folder, donor) / "checkpoints"
             if kind != "kept":
-                self.ask(index, "become", (place, self.settings(genes)), check)
-                self.genes[index] = genes  # not before: what is saved when the run ends here must be true
-                self.write_shaping(index)
+                processes.ask(policy, place, {name: genes[name] for name in TUNED})
+                self.genes[policy] = dict(genes)  # not before: what is saved when the run ends here must be true
+                self.write_shaping(policy)
             self.save()
-            text = f"step {step:,}: policy {index} ({args.pbt_target_objective} {objectives[index]:.2f}) is {kind}"
-            if donor != index:
-                text += f" by policy {donor} ({objectives[donor]:.2f})"
-            changed = [name for name in genes if genes[name] != before[name]]
-            self.log(text + "".join(f", {name} {before[name]:.4g} -> {genes[name]:.4g}" for name in changed))
-            for name, value in (genes | dict(objective=objectives[index], weights_of=donor)).items():
-                writer.add_scalar(f"pbt/{name}/{index}", value, step)
-            self.write_row([step, index, kind, donor, objectives[index], *genes.values()])
+            self.write(writer, policy, weights_of=donor, objective=mine)
+            step, name = self.reports[policy]["step"], args.pbt_target_objective
+            processes.log(f"step {step:,}: policy {policy} ({name} {mine:.2f}) is {kind}")
         self.exchanged = made
         self.save()
-
-    def write_rows(self, kind: str) -> None:
-        """Where the policies are when a session begins or ends."""
-        for index, report in enumerate(self.reports):
-            self.write_row([report["step"], index, kind, index, report["objective"], *self.genes[index].values()])
-
-    def write_row(self, row: list) -> None:
-        with open(self.folder / "pbt.csv", "a", newline="") as file:
-            rows = csv.writer(file)
-            if file.tell() == 0:  # new
-                rows.writerow(["step", "policy", "kind", "weights_of", "objective", *self.genes[0]])
-            rows.writerow(row)
-
-    def stop(self) -> None:
-        """Every policy that lives saves and ends; after half a minute by force."""
-        for control in self.controls:
-            with contextlib.suppress(OSError):
-                control.send(("stop", None))
-        deadline = time.monotonic() + 30
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for index, process in enumerate(self.processes):
-            if process.is_alive():
-                self.log(f"policy {index} was ended by force, and has not saved")
-                process.kill()
-            self.read(index)  # its last step
 
 
 # === Main =============================================================================================================
@@ -2138,7 +2185,7 @@ AT_LEAST = {
     0: ("seed", "train_for_seconds", "save_every_sec", "actor_timeout", "max_batches_ahead", "gamma",
         "learning_rate", "vtrace_rho", "vtrace_c", "vtrace_lambda", "clip_coef", "ppo_clip_value", "vf_coef",
         "ent_coef", "max_grad_norm", "reward_clip", "pbt_replace_fraction", "pbt_replace_reward_gap",
-        "pbt_replace_reward_gap_absolute", "pbt_mutation_rate"),
+        "pbt_mutation_rate"),
     1: ("frameskip", "total_timesteps", "num_workers", "num_envs_per_worker", "worker_num_splits", "rollout",
         "inference_threads", "learner_threads", "batch_size", "num_batches_per_epoch", "num_epochs", "max_policy_lag",
         "hidden_size", "num_policies", "pbt_start_mutation", "pbt_period_env_steps", "pbt_perturb_min",
@@ -2146,9 +2193,9 @@ AT_LEAST = {
     2: ("keep_checkpoints",),  # a donor that saves meanwhile must not delete what its copy reads
 }  # fmt: skip
 # A split is one byte; appo_loss bounds the ratio by 20 before V-trace does; no timer can be infinite;
-# a process can be given 256 file descriptors, and an actor needs a dozen for each policy
+# a process can be given 256 file descriptors, and an actor needs one for each policy
 AT_MOST = dict(seed=2**31 - 1, worker_num_splits=255, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
-               vtrace_lambda=1, num_policies=16, pbt_replace_fraction=0.5, pbt_mutation_rate=1)  # fmt: skip
+               vtrace_lambda=1, num_policies=200, pbt_replace_fraction=0.5, pbt_mutation_rate=1)  # fmt: skip
 BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
 # Flags of one session, not of the experiment; and what a resumed run may not change
 SESSION, ENV = ("train_for_seconds",), ("env_id", "cfg_path", "scenario_dir")
@@ -2194,9 +2241,9 @@ def resolve(args: Args) -> Args:
     if args.num_envs_per_worker % args.worker_num_splits:
         raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
                         f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
-    P, agents = args.num_policies, spaces_of(args)[1]
-    if args.num_envs_per_worker // args.worker_num_splits * agents % P:
-        raise UserError(f"{args.num_envs_per_worker // args.worker_num_splits} environments in a split x {agents} "
+    P, seats = args.num_policies, seats_of(args)
+    if args.num_envs_per_worker // args.worker_num_splits * seats % P:
+        raise UserError(f"{args.num_envs_per_worker // args.worker_num_splits} environments in a split x {seats} "
                         f"agents are not divisible by --num-policies {P}")  # fmt: skip
     if args.with_pbt and P == 1:
         raise UserError("--with-pbt needs more than one policy: --num-policies")
@@ -2209,7 +2256,8 @@ def resolve(args: Args) -> Args:
     if scenario.wad and args.pbt_target_objective in (("kills",) if scenario.match else ("frags", "wins")):
         raise UserError(f"--pbt-target-objective {args.pbt_target_objective}: {args.env_id} has none")
     starting_genes(args)  # raises for wrong --policy-settings
-    rows = args.num_workers * args.num_envs_per_worker * agents // P  # of a policy
+    rows = max(1, args.num_workers) * args.num_envs_per_worker
+    rows = rows * seats // P  # of each policy
     batches = args.num_batches_per_epoch
     if args.batch_size is None and args.sync:  # one rollout of every row
         args.batch_size = max(1, rows // batches) * args.rollout
@@ -2225,16 +2273,24 @@ def resolve(args: Args) -> Args:
     return args
 
 
-def check_memory(args: Args, spaces: Spaces, rows: int, state_size: int) -> None:
-    """Raises UserError where mailboxes, engines or rollouts have no room: else CUDA, or the kernel, would end the run.
-    rows: of a policy"""
-    device, policies = torch.device(args.device), args.num_policies
-    shared = policies * rows * (mebibytes(Mailbox(spaces, 1, 0)) + ENV_SHARED_MEMORY / 2**20)
-    slots = slots_needed(args, rows) + args.batch_size // args.rollout  # and a batch that is gathered from them
+def share_of(args: Args) -> Args:
+    """Args as a policy sees them: as if each of its rows were an environment of its own."""
+    args = copy.copy(args)
+    args.num_envs_per_worker = args.num_envs_per_worker * seats_of(args) // args.num_policies
+    return args
+
+
+def check_memory(args: Args, spaces: Spaces, state_size: int) -> None:
+    """Raises UserError where mailbox, engines or rollouts have no room: else CUDA, or the kernel, would end the run.
+    args: a policy's share of them"""
+    device, rows = torch.device(args.device), max(1, args.num_workers) * args.num_envs_per_worker
+    shared = args.num_policies * rows * (mebibytes(Mailbox(spaces, 1, 0)) + ENV_SHARED_MEMORY / 2**20)
+    slots = slots_needed(args) + args.batch_size // args.rollout  # and a batch that is gathered from them
     private = slots * mebibytes(Rollouts(spaces, args.rollout, 1, state_size, torch.device("cpu")))
+    policies = args.num_policies
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] / 2**20
-        if args.device == "cuda":  # see Population.start
+        if args.device == "cuda":  # see Processes.start_policy
             policies = -(-policies // torch.cuda.device_count())
     else:
         free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**10
@@ -2290,13 +2346,14 @@ def open_log(folder: Path):
 
 
 class Reporter:
-    """A policy's TensorBoard, and its reports to the main process. Rates are over the window since the last report."""
+    """A policy's TensorBoard, and its reports. Every rate is over the window since the last report."""
 
-    def __init__(self, args: Args, learner: Learner, folder: Path, control: Control):
+    def __init__(self, args: Args, learner: Learner, folder: Path, link):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self.args, self.learner, self.inference, self.control = args, learner, learner.inference, control
+        self.args, self.learner, self.inference, self.link = args, learner, learner.inference, link
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
+        self.writer.add_text("args", json.dumps(asdict(args), indent=2))
         self.metrics, self.last = {}, self.now()
 
     def now(self) -> Counter:
@@ -2332,23 +2389,24 @@ class Reporter:
             bottleneck = "environments"
         else:
             bottleneck = "inference"
-        objective = scalars.get(OBJECTIVES[self.args.pbt_target_objective])
-        lag = self.metrics.get("lag/mean", 0)
-        self.control.send(step=step, fps=fps, lag=lag, bottleneck=bottleneck, objective=objective)
+        mean = scalars.get("charts/episodic_return")
+        score = f"return {mean:.2f}, " if episodes else ""
+        text = f"{score}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
+        tell(self.link, step=step, objective=scalars.get(OBJECTIVES[self.args.pbt_target_objective]), text=text)
         if not change["version"]:
             text = f"warning: no update in {seconds:.0f} s: no sample could be used (lag/masked: --max-policy-lag)"
-            self.control.send(log=text)
-        return scalars["charts/episodic_return"] if len(episodes) >= 100 else -np.inf
+            tell(self.link, log=text)
+        return mean if len(episodes) >= 100 else -np.inf
 
 
-def learn(args: Args, checkpoints: Path, learner: Learner, control: Control, reporter: Reporter) -> None:
-    """The learner's loop, until the main process says stop. What it has learned is saved at the end, and before an
-    error that leaves the weights good; not after one that nobody foresaw."""
+def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter, orders: queue.SimpleQueue) -> None:
+    """The learner's loop. What it has learned is saved at the end, and before an error that leaves the weights good;
+    not after one that nobody foresaw."""
     saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
     saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
     good = True  # the weights
     try:
-        while (slots := learner.collect(control)) is not None:
+        while (slots := learner.collect()) is not None:
             metrics = learner.iterate(slots)
             now = time.monotonic()
             if (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
@@ -2357,6 +2415,9 @@ def learn(args: Args, checkpoints: Path, learner: Learner, control: Control, rep
             if now - saved_at >= args.save_every_sec:
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved, saved_at = learner.version, now
+            while not orders.empty():
+                obey(learner, checkpoints, *orders.get())
+                tell(reporter.link, answered=True)
     except BaseException as error:
         good = isinstance(error, (FloatingPointError, UserError))
         raise
@@ -2366,10 +2427,24 @@ def learn(args: Args, checkpoints: Path, learner: Learner, control: Control, rep
         reporter.writer.close()
 
 
-def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: Mailbox, pipe,
-                 door: socket.socket) -> None:  # fmt: skip
+def tell(link, **report) -> None:
+    with contextlib.suppress(OSError):  # the main process is dead, as `Actors.obey` will find
+        link.send(report)
+
+
+def obey(learner: Learner, checkpoints: Path, donor: Path | None, settings: dict[str, float]) -> None:
+    """What an exchange asks of a policy: to go on with the weights of another one, if `donor` names its checkpoints,
+    and with these numbers of Args; and to save, in any case."""
+    if donor is not None:
+        learner.become(load_checkpoint(donor, "latest", print))
+    for name, value in settings.items():
+        setattr(learner.args, name, value)
+    save_latest(checkpoints, learner, learner.args.keep_checkpoints)
+
+
+def train_policy(args: Args, policy: int, folder: Path, spaces: Spaces, mailbox: Mailbox, link) -> None:
     """One policy's inference thread and learner, as in the main process of appo_doom.py. Ends when the main process
-    says stop, or is dead."""
+    says stop, or is dead. link: the pipe to it."""
     device, checkpoints = torch.device(args.device), folder / "checkpoints"
     if device.type == "cpu":
         # glibc keeps freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU
@@ -2378,76 +2453,57 @@ def train_policy(args: Args, index: int, folder: Path, spaces: Spaces, mailbox: 
     else:
         torch.cuda.set_device(device.index or 0)
         torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
-    torch.manual_seed(args.seed + index)
+    torch.manual_seed(args.seed + policy)
     folder.mkdir(exist_ok=True)
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device, mailbox)
     learner = Learner(args, agent, inference, device)
-    control = Control(pipe, learner, checkpoints)
 
     def log(text: str) -> None:
-        control.send(log=text)
+        tell(link, log=text)
 
     if checkpoint := load_checkpoint(checkpoints, "latest", log):
         load_weights(agent, checkpoint, folder, args)
         learner.load(checkpoint)
         with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
             learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
-        torch.manual_seed(args.seed + index + learner.version)
+        torch.manual_seed(args.seed + policy + learner.version)
         log(f"resuming at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
-    actors = Actors(args, inference, door)
-    # With `sync` there is one slot for each row: none is given away before all have asked
-    while len(actors.requests) < args.num_workers * args.worker_num_splits:
-        if not control.obey():
-            return
-        actors.wait(0.5)
+    actors = Actors(args, inference, link)
     with sampling(inference, actors), own_stream(device, args.learner_threads):
-        learn(args, checkpoints, learner, control, Reporter(args, learner, folder, control))
-    control.send(step=learner.global_step)
+        learn(args, checkpoints, learner, Reporter(args, learner, folder, link), actors.orders)
+    tell(link, step=learner.global_step)
 
 
-def policy_process(pipe, *arguments) -> None:
+def policy_process(*arguments) -> None:
     """Body of a policy's process. A UserError is told by the main process; what else it dies of is on stderr."""
     faulthandler.enable()
     try:
         train_policy(*arguments)
     except UserError as error:
-        pipe.send(dict(error=str(error)))
+        tell(arguments[-1], error=str(error))
         sys.exit(2)
 
 
-def watch(args: Args, population: Population, workers: Workers, writer, log) -> None:
-    """The main process's loop: looks after actors and policies, shows how they do, and holds the exchanges."""
-    started = shown = time.monotonic()
-    total, made = args.total_timesteps, int(population.step())
-    with tqdm(total=total, initial=made, desc=args.env_id[:8], dynamic_ncols=True,
+def watch(args: Args, population: Population, processes: Processes, writer, log) -> None:
+    """The main process's loop: looks after all others, shows what policies report, and holds the exchanges."""
+    started, total = time.monotonic(), args.total_timesteps
+    with tqdm(total=total, initial=int(population.step()), desc=args.env_id[:8], dynamic_ncols=True,
               bar_format="{desc} {percentage:.0f}%{bar}{remaining}{postfix}", disable=None) as bar:  # fmt: skip
-        while not STOP.asked_at:
-            multiprocessing.connection.wait(population.controls, timeout=0.5)
-            workers.check()
-            if args.with_pbt:
-                population.exchange(workers.check, writer)
-            reports, now, step = population.reports, time.monotonic(), population.step()
-            bar.n = int(step)
-            bar.update(0)
-            if now - shown >= 5 and all(report["bottleneck"] for report in reports):  # all have reported
-                shown = now
-                known = [report["objective"] for report in reports if report["objective"] is not None]
-                score = ""
-                if known:
-                    score = f"{args.pbt_target_objective} {max(known):.2f} best, {min(known):.2f} worst, "
-                    score += f"{statistics.pstdev(known):.2f} deviation, "
-                kinds = [report["bottleneck"] for report in reports]
-                # "environments" too where another policy is waited for
-                bottleneck = "learner" if "learner" in kinds else statistics.mode(kinds)
-                fps, lag = (statistics.mean(report[name] for report in reports) for name in ("fps", "lag"))
-                text = f"{score}{len(reports) * fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {lag:.1f}"
-                bar.set_postfix_str(text)
-                log(f"step {step:,.0f}: {text}", bar.disable)
-            if step >= total or args.train_for_seconds is not None and now - started >= args.train_for_seconds:
+        while not STOP.asked_at and population.step() < total:
+            if args.train_for_seconds is not None and time.monotonic() - started >= args.train_for_seconds:
                 break
+            multiprocessing.connection.wait(processes.pipes, timeout=0.5)
+            processes.check()
+            if args.with_pbt:
+                population.exchange(processes, writer)
+            bar.update(int(population.step()) - bar.n)
+            for policy, report in enumerate(population.reports):
+                if text := report.pop("text", None):
+                    bar.set_postfix_str(f"policy {policy}: {text}")
+                    log(f"policy {policy}, step {report['step']:,}: {text}", bar.disable)
 
 
 def train(typed: Args, folder: Path) -> int:
@@ -2457,11 +2513,11 @@ def train(typed: Args, folder: Path) -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # also of the policies: a pipe to each actor
     args = resolve(typed)
-    spaces, agents = spaces_of(args)
-    rows = args.num_workers * args.num_envs_per_worker * agents // args.num_policies  # of a policy
+    spaces, share = spaces_of(args), share_of(args)
+    rows = args.num_workers * share.num_envs_per_worker  # of each policy
     with torch.device("meta"):
         agent = Agent(spaces, args)
-    check_memory(args, spaces, rows, agent.state_size)
+    check_memory(share, spaces, agent.state_size)
     log_file = open_log(folder)  # nothing was written before
     start_forkserver()
 
@@ -2470,11 +2526,13 @@ def train(typed: Args, folder: Path) -> int:
         if show:
             tqdm.write(text)
 
-    population = Population(args, folder, spaces, rows, log)
+    mailbox = Mailbox(spaces, args.num_policies * rows, len(shaping_of(args.env_id, args.cfg_path)))
+    for field in fields_of(mailbox):
+        field.share_memory_()
+    population = Population(args, folder, mailbox)
     if (step := population.step()) >= args.total_timesteps:
         log(f"{folder} has its {step:,.0f} steps already; raise --total-timesteps to go on")
         return 0
-    table = table_of_policies(args, agents, population.session)
     # A resumed run starts from what was typed and resolves again, as it may be on another machine; but for the batch,
     # which decides what is learned, and with `sync` the workers, which decide the batch.
     kept = dict(batch_size=args.batch_size) | (dict(num_workers=args.num_workers) if args.sync else {})
@@ -2486,41 +2544,38 @@ def train(typed: Args, folder: Path) -> int:
     population.save()
     B, steps = args.batch_size // args.rollout, args.total_timesteps
     # When the learner is the bottleneck, all slots but those LEARNING are ahead of a new one
-    expected_lag = 0.0 if args.sync else (slots_needed(args, rows) / B - args.num_batches_per_epoch) * args.num_epochs
+    expected_lag = 0.0 if args.sync else (slots_needed(share) / B - args.num_batches_per_epoch) * args.num_epochs
     for line in (
         f"{args.env_id}: {args.num_policies} policies of {sum(p.numel() for p in agent.parameters()):,} parameters on"
         f" {args.device}, encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to"
         " learn and act",
-        f"{args.num_workers} workers x {args.num_envs_per_worker} environments of {agents} agents in"
+        f"{args.num_workers} workers x {args.num_envs_per_worker} environments of {seats_of(args)} agents in"
         f" {args.worker_num_splits} splits; each policy has {rows} rows,"
         f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
         f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
-        f"{sum(map(mebibytes, population.mailboxes)):.1f} MiB of shared memory beside the engines' own,"
-        f" {slots_needed(args, rows)} slots of rollouts for each policy",
+        f"{mebibytes(mailbox):.1f} MiB of shared memory beside the engines' own,"
+        f" {slots_needed(share)} slots of rollouts for each policy",
         f"up to {steps:,} steps of each policy = {steps * args.frameskip:,} frames; files in {folder}",
     ):
         log(line)
     if expected_lag >= args.max_policy_lag:
         log(f"warning: samples with a lag of {args.max_policy_lag} (--max-policy-lag) are not learned from; a larger "
             "--batch-size has less lag")  # fmt: skip
-    for index, genes in enumerate(population.genes):
-        log(f"policy {index}: {', '.join(f'{name} {value:.4g}' for name, value in population.settings(genes).items())}")
-    workers = Workers(args, table, population, log)
     writer = SummaryWriter(str(folder), flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
-    population.write_rows("began")
+    for policy in range(args.num_policies):
+        population.write(writer, policy, weights_of=policy)
+    processes = Processes(args, spaces, mailbox, population, log)
     try:
-        workers.start_all()
-        watch(args, population, workers, writer, log)
+        processes.start_all()
+        watch(args, population, processes, writer, log)
     finally:
         STOP.writing = True  # the policies are: from here on a second signal changes nothing
-        population.stop()
-        workers.stop()
+        processes.stop()
         population.save()
-        population.write_rows("ended")
         writer.close()
-    steps = ", ".join(f"{report['step']:,}" for report in population.reports)
-    log(f"{'stopped' if STOP.asked_at else 'done'}: {steps} steps, {workers.deaths} actors replaced")
+    made = ", ".join(f"{report['step']:,}" for report in population.reports)
+    log(f"{'stopped' if STOP.asked_at else 'done'}: {made} steps, {processes.deaths} actors replaced")
     return 130 if STOP.asked_at else 0
 
 

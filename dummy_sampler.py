@@ -115,8 +115,7 @@ def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor
     """Body of a process: steps its environments for ever. steps, reset: shared, [workers], valid steps and seconds."""
     appo = importlib.import_module(f"appo_{family}")
     set_up_process(core)
-    make = Matches if family == "pbt_doom" else appo.make_envs
-    envs, steps, reset = make(args, args.num_envs_per_worker), steps.numpy(), reset.numpy()
+    envs, steps, reset = appo.make_envs(args, args.num_envs_per_worker), steps.numpy(), reset.numpy()
     start = time.perf_counter()
     envs.reset(seed=1000 * worker, options=dict(first_row=worker * args.num_envs_per_worker))  # says what task a game plays
     reset[worker] = time.perf_counter() - start
@@ -125,31 +124,6 @@ def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor
     barrier.wait()
     for valid in valid_steps(envs, actions):
         steps[worker] += valid
-
-
-class Matches:
-    """Games of several agents as if they were a vector environment, which has an environment for each agent."""
-
-    def __init__(self, args, games: int):
-        appo = importlib.import_module("appo_pbt_doom")
-        self.games = [appo.make_env(args) for _ in range(games)]
-        self.agents = self.games[0].possible_agents
-        self.num_envs = games * len(self.agents)
-        self.action_space = gym.vector.utils.batch_space(self.games[0].action_space(self.agents[0]), self.num_envs)
-
-    def reset(self, seed: int, options: dict | None = None) -> None:
-        for i, game in enumerate(self.games):
-            game.reset(seed=seed + i)
-
-    def step(self, actions: np.ndarray):
-        ended, n = np.zeros(self.num_envs, bool), len(self.agents)
-        for i, game in enumerate(self.games):
-            if game.agents:
-                game.step(dict(zip(self.agents, actions[i * n : i * n + n])))
-                ended[i * n : i * n + n] = not game.agents
-            else:
-                game.reset()
-        return None, None, ended, ended, {}
 
 
 def valid_steps(envs: gym.vector.VectorEnv, actions: list):

@@ -269,10 +269,10 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
 
 @torch.inference_mode()
 def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...], list[int]]:
-    """Plays with checkpoints. With one agent every policy plays `options.episodes` episodes; with several each two
-    policies play as many matches, half of them with their places exchanged. Prints a table. Returns wins, losses and
-    ties of each pair, by frags (by return, where there are none), or against bots, by who is first."""
-    names, agents, frameskips = [], [], set()
+    """Plays with checkpoints. Where a game is for one agent every policy plays `options.episodes` episodes; where it is
+    for several each two policies play as many matches, half of them with their seats exchanged. Prints a table. Returns
+    wins, losses and ties of each pair, by frags (by return, where there are none), or against bots, by who is first."""
+    names, networks, frameskips = [], [], set()
     folders = [Path(os.path.abspath(folder)) for folder in (options.folder, *options.opponents)]
     for folder in folders:
         name = os.path.relpath(folder, os.path.commonpath([other.parent for other in folders]))
@@ -280,65 +280,68 @@ def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...],
             changes = asdict(args)
             if folder != folders[0]:  # of another run its own, but for these
                 changes = {key: changes[key] for key in ("device", "seed", "precision", *module.ENV)}
-            agent, used, _ = module.load_agent(folder, policy, options.kind(), **changes)
+            network, used, _ = module.load_agent(folder, policy, options.kind(), **changes)
             names.append(f"{name}/{policy}" if options.opponents else f"{policy}")
-            agents.append(agent)
+            networks.append(network)
             frameskips.add(used.frameskip)
     if len(frameskips) > 1:
         raise UserError(f"--opponents: these were trained with different frameskips: {frameskips}")
-    spaces, seats = module.spaces_of(used)
+    spaces, seats = module.spaces_of(used), module.seats_of(used)
     if options.watch:
-        agents = agents[: min(seats, 2)]
-    table, per_env = lineups(len(agents), seats, options)
-    rows = np.bincount(table.ravel(), minlength=len(agents))
+        networks = networks[: min(seats, 2)]
+    table, per_env = lineups(len(networks), seats, options)
     # Rewards are not shaped, since the coefficients in a mailbox stay 0: scores are raw
-    mailboxes = [module.Mailbox(spaces, int(count), len(module.shaping_of(used))) for count in rows]
-    device = torch.device(used.device)
-    states = [torch.zeros(count, agent.state_size, device=device) for count, agent in zip(rows, agents)]
-    played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its agents
+    mailbox = module.Mailbox(spaces, table.size, len(module.shaping_of(used.env_id, used.cfg_path)))
+    arrays, device = mailbox.arrays(), torch.device(used.device)
+    rows = [np.flatnonzero(table == policy) for policy in range(len(networks))]  # of each policy
+    states = [torch.zeros(len(own), network.state_size, device=device) for own, network in zip(rows, networks)]
+    played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its seats
     with contextlib.ExitStack() as stack:
-        envs = module.WorkerEnvs(used, 0, table[None], [mailbox.arrays() for mailbox in mailboxes], used.seed)
+        envs = module.WorkerEnvs(used, np.arange(table.size).reshape(1, *table.shape), arrays, used.seed)
         stack.enter_context(contextlib.closing(envs))
         envs.reset(0)
-        first, sitting = envs.splits[0][0]
+        first = envs.splits[0].games[0]
         title = f"{used.env_id}, policy {' against '.join(names[policy] for policy in table[0])}"
         metadata, render = getattr(first, "metadata", {}), getattr(first, "render", None)
         drawing = stack.enter_context(contextlib.closing(Drawing(options, title, metadata, render)))
         bar = stack.enter_context(tqdm(total=per_env * len(table), desc="episodes", disable=None, leave=False))
         while min(map(len, played)) < per_env:
-            if first.agents and not drawing.step(next(iter(sitting.values())).totals[0]):
+            if first.agents and not drawing.step(envs.totals[0][0, 0]):
                 break
-            for c, (agent, mailbox) in enumerate(zip(agents, mailboxes)):
-                obs = {name: part.to(device)[None] for name, part in mailbox.obs.items()}
-                logits, _, states[c] = agent(obs, mailbox.first.to(device)[None], states[c])
-                mailbox.action[:] = module.sample_actions(logits[0], agent.heads, options.likeliest)[0].cpu()
+            for policy, (own, network) in enumerate(zip(rows, networks)):
+                obs = {name: part[own].to(device)[None] for name, part in mailbox.obs.items()}
+                logits, _, states[policy] = network(obs, mailbox.first[own].to(device)[None], states[policy])
+                actions, _ = module.sample_actions(logits[0], network.heads, options.likeliest)
+                arrays.action[own] = actions.cpu().numpy()
             envs.step(0)
-            for e, (_, seated) in enumerate(envs.splits[0]):
-                for i, seat in enumerate(seated.values()):
-                    if seat.mailbox.episode[seat.row, 2]:
-                        ended[e][i] = seat.mailbox.episode[seat.row].tolist()
-                if len(ended[e]) == seats:
+            for row in np.flatnonzero(arrays.episode[:, 2]):
+                ended[row // seats][row % seats] = arrays.episode[row].tolist()
+            for e, episodes in enumerate(ended):
+                if len(episodes) == seats:
                     if len(played[e]) < per_env:  # the same for each: taking the first to end would favour short ones
-                        played[e].append([ended[e][i] for i in range(seats)])
+                        played[e].append([episodes[seat] for seat in range(seats)])
                         bar.update()
                     ended[e] = {}
     return print_results(module.SCORES, names, table, played)
 
 
 def lineups(policies: int, seats: int, options: Options) -> tuple[np.ndarray, int]:
-    """[environment, seat] -> the policy that plays there, and the number of episodes that each environment plays."""
-    groups = [(i,) for i in range(policies)]
-    if seats > 1:
-        groups = list(itertools.combinations(range(policies), 2)) or [(0, 0)]  # one policy against itself
-    table = np.array([[group[(seat + turn) % len(group)] for seat in range(seats)]
-                      for group in groups for turn in range(len(group))])  # fmt: skip
+    """[environment, seat] -> the policy that plays there, and the number of episodes that each environment plays. Two
+    policies in a game of four have [[0, 1, 0, 1], [1, 0, 1, 0]]: each of them in each seat."""
+    if seats == 1:
+        pairs, table = policies, [[policy] for policy in range(policies)]
+    else:
+        table, against = [], list(itertools.combinations(range(policies), 2)) or [(0, 0)]  # (0, 0): against itself
+        for one, two in against:
+            table += [([one, two] * seats)[:seats], ([two, one] * seats)[:seats]]
+        pairs = len(against)
     if options.watch:
-        return table[:1], options.episodes
+        return np.array(table[:1]), options.episodes
     # The same several times makes larger batches. Each of them must be played as often.
-    turns = len(groups[0])
+    turns = len(table) // pairs
     copies = [n for n in range(1, 16 // len(table) + 1) if options.episodes % (turns * n) == 0]
     table = np.tile(table, (max(copies, default=1), 1))
-    return table, -(-options.episodes * len(groups) // len(table))
+    return table, -(-options.episodes * pairs // len(table))
 
 
 def print_results(scores: tuple[str, ...], names: list[str], table: np.ndarray, played: list) -> dict:

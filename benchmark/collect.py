@@ -5,6 +5,7 @@
     python benchmark/collect.py rates OUT.json FOLDER...   # frames/s, medians by system, ratios
     python benchmark/collect.py steps OUT.json FOLDER...   # the same in steps/s, where frameskips differ
     python benchmark/collect.py throughput OUT.json FOLDER...   # the same beside the ceiling in FOLDER.json
+    python benchmark/collect.py population OUT.csv FOLDER   # the exchanges of a run of appo_pbt_doom.py
 
 A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
 
@@ -104,8 +105,28 @@ def read(folder: Path):
     return read_events(folder, "time/fps")  # Stable-Baselines3
 
 
+def read_population(folder: Path) -> list[dict]:
+    """A row for each policy at the start of a session and at each exchange: its numbers from then on."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows, events = {}, EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    for tag in events.Tags()["scalars"]:
+        _, name, policy = tag.split("/")
+        for event in events.Scalars(tag):
+            row = rows.setdefault((event.step, int(policy)), dict(step=event.step, policy=int(policy), weights_of=0, objective=""))
+            row[name] = int(event.value) if name == "weights_of" else float(f"{event.value:.6g}")
+    return [rows[key] for key in sorted(rows)]
+
+
 def main() -> None:
     kind, out, folders = sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]]
+    if kind == "population":
+        rows = read_population(folders[0])
+        with open(out, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        return
     if kind == "curves" or "/" in kind:
         rows = []
         for folder in folders:

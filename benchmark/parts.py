@@ -106,15 +106,14 @@ def lab_steps(envs, actions):
 
 
 def match_steps(envs, actions):
-    def play(player, action, barrier) -> bool:
-        player.game.set_action(player.press(action))
-        for tic in range(4):
-            barrier.wait()
-            player.game.advance_action(1, tic == 3)
-        if finished := player.game.is_episode_finished():
-            return finished
-        player.read_state()
-        player.observation()
+    """As `doom_steps`. Which games have ended is kept where `Games` keeps it."""
+
+    def play(player, action) -> bool:
+        buttons = np.concatenate([press[a] for press, a in zip(player.presses, action)])
+        player.game.make_action(buttons.tolist(), player.frameskip)
+        player.tics += player.frameskip
+        if not (finished := player.game.is_episode_finished()):
+            player.observation()
         return finished
 
     n = len(envs.agents)
@@ -122,17 +121,13 @@ def match_steps(envs, actions):
         for action in actions:
             valid = 0
             for i, game in enumerate(envs.games):
-                if not game.agents:  # kept where DoomEnv keeps it, for whoever steps the game next
-                    list(game.pool.map(lambda player: player.game.new_episode(), game.players))
-                    game.tics, game.agents = 0, list(game.possible_agents)
-                    for player in game.players:
-                        player.begin()
+                if envs.over[i]:
+                    game.reset()
+                    envs.over[i] = False
                     continue
-                finished = list(game.pool.map(play, game.players, action[i * n : i * n + n], [game.barrier] * n))
-                game.tics += game.frameskip
+                finished = game.together(play, action[i * n : i * n + n])
                 valid += n
-                if any(finished) or game.tics >= game.scenario.time_limit:
-                    game.agents = []
+                envs.over[i] = any(finished) or game.players[0].tics >= game.scenario.time_limit
             yield valid
 
 
@@ -140,8 +135,7 @@ def bare_worker(family: str, args, core: int, counters, barrier) -> None:
     """Body of a process. counters: shared, float64 [2, 2], (valid steps, seconds) of the bare loop and of the dummy sampler's."""
     appo = importlib.import_module(f"appo_{family}")
     dummy_sampler.set_up_process(core)
-    make = dummy_sampler.Matches if family == "pbt_doom" else appo.make_envs
-    envs, counters = make(args, args.num_envs_per_worker), counters.numpy()
+    envs, counters = appo.make_envs(args, args.num_envs_per_worker), counters.numpy()
     envs.reset(seed=1000 * core)
     envs.action_space.seed(core)
     actions = [envs.action_space.sample() for _ in range(500)]

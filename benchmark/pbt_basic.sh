@@ -9,5 +9,6 @@ out=$(realpath -m "${1:-runs/pbt_basic}")
 mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
 python "$here/../appo_pbt_doom.py" --env-id basic --num-policies 4 --num-workers 2 --with-pbt --pbt-replace-fraction 0.25 \
     --pbt-start-mutation 40000 --pbt-period-env-steps 15000 --total-timesteps 150000 \
-    --policy-settings 1:learning_rate=1e-7 2:learning_rate=0.01 3:learning_rate=0.03 --train-dir "$out" --experiment population
-cp "$out/population/pbt.csv" "$here/results/pbt_basic.csv"
+    --policy-settings '{"1": {"learning_rate": 1e-7}, "2": {"learning_rate": 0.01}, "3": {"learning_rate": 0.03}}' \
+    --train-dir "$out" --experiment population
+python "$here/collect.py" population "$here/results/pbt_basic.csv" "$out/population"

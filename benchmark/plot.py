@@ -2,7 +2,7 @@
 `<!-- table: NAME -->` and `<!-- end -->`:
 
     python benchmark/plot.py
-    python benchmark/plot.py train_dir/NAME/pbt.csv    # instead: the history of a population of your own, as pbt.png beside it
+    python benchmark/plot.py NAME.csv      # instead: the history of a population of your own, as `collect.py population` wrote it, as NAME.png
     python benchmark/plot.py runs/seeds                # instead: what benchmark/seeds.py has trained, as curves.png in the folder
 """
 
@@ -699,10 +699,11 @@ def combinations(plt, curves: dict[str, dict[int, np.ndarray]], out: Path) -> No
 
 
 def population(plt, title: str, log: Path, out: Path, most: int = 8) -> None:
-    """The history in a pbt.csv: the objective and the numbers that changed, at most `most` of them. A ring is a policy that was replaced,
-    in the colour of the one whose weights it got."""
+    """The history that `collect.py population` wrote: the objective and the numbers that changed, at most `most` of them. A ring is a policy
+    that was replaced, in the colour of the one whose weights it got."""
     rows = list(csv.DictReader(open(log)))
-    numbers = [name for name in list(rows[0])[5:] if len({row[name] for row in rows}) > 1][:most]
+    others = ("step", "policy", "kind", "weights_of", "objective")
+    numbers = [name for name in rows[0] if name not in others and len({row[name] for row in rows}) > 1][:most]
     columns = min(3, len(numbers) + 1)
     lines = -(-(len(numbers) + 1) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(9, 2.4 * lines), sharex=True, squeeze=False, layout="constrained")
@@ -713,7 +714,7 @@ def population(plt, title: str, log: Path, out: Path, most: int = 8) -> None:
             # a number holds until the next row; an objective is of the moment
             axis.plot(steps, values, color=f"C{policy}", drawstyle="default" if name == "objective" else "steps-post", label=f"policy {policy}")
             for x, y, row in zip(steps, values, points):
-                if row["kind"] == "replaced":
+                if row["weights_of"] != row["policy"]:
                     axis.plot(x, y, "o", markerfacecolor="none", color=f"C{row['weights_of']}")
         if name != "objective":  # which is empty until episodes have ended
             low, *_, high = sorted(float(row[name]) for row in rows)
@@ -795,7 +796,7 @@ def main() -> None:
         path = Path(sys.argv[1])
         if path.is_dir():
             return combinations(plt, read_settings(path / "curves.csv"), path / "curves.png")
-        return population(plt, path.parent.name, path, path.with_suffix(".png"))
+        return population(plt, path.stem, path, path.with_suffix(".png"))
     throughput(plt)
     peers(plt)
     seeds(plt)

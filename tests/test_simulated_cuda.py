@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import json
 import os
+import queue
 import select
 import shutil
 import signal
@@ -19,6 +20,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -140,8 +142,7 @@ def order(appo, ahead: int, until_report: bool) -> None:
         def __init__(self, args, inference, *_, **__):
             self.inference, self.arrays = inference, inference.mailbox.arrays()
             self.requests, self.playing, self.rng = [], set(), np.random.default_rng(0)
-            if hasattr(appo, "train_policy"):  # there the main process starts them
-                self.start_all()
+            self.orders = queue.SimpleQueue()  # of a main process, where there are several policies
 
         def start_all(self) -> None:
             self.reply(list(range(GROUPS)))
@@ -186,23 +187,6 @@ def order(appo, ahead: int, until_report: bool) -> None:
                 if isinstance(field, cuda.CudaTensor):  # `check_memory` makes others
                     field.block.divide(slots)
 
-    class Orders:
-        """The main process's pipe to a policy: it lets it learn for a while, then stops it."""
-
-        polls = 0
-
-        def poll(self) -> bool:
-            self.polls += 1
-            if until_report and cuda.reports:
-                raise KeyboardInterrupt
-            return self.polls == 60
-
-        def recv(self) -> tuple:
-            return "stop", None
-
-        def send(self, report) -> None:
-            pass
-
     update, stop_inference = appo.Learner.update, appo.Inference.stop
 
     def slow_update(self, *arguments):
@@ -217,11 +201,20 @@ def order(appo, ahead: int, until_report: bool) -> None:
             time.sleep(0.01)
         stop_inference(self)
 
+    iterate = appo.Learner.iterate
+
+    def last_iterate(self, *arguments):
+        """Of several policies the main process counts the steps, and says stop."""
+        metrics = iterate(self, *arguments)
+        if self.global_step >= self.args.total_timesteps:
+            appo.STOP.asked_at = 1.0
+        return metrics
+
     spaces = make_spaces(appo, 3, (3, 2))
     appo.Actors, appo.Rollouts, appo.Inference.stop = Actors, Rollouts, stop
     if until_report:
         appo.Learner.update = slow_update
-    appo.spaces_of = lambda args: (spaces, 1) if hasattr(appo, "train_policy") else spaces
+    appo.spaces_of = lambda args: spaces
     for cls, name in ((appo.Inference, "serve"), (appo.Inference, "act"), (appo.Learner, "gather"), (appo.Learner, "update"),
                       (appo.Agent, "update_normalizers"), (appo.Learner, "publish")):  # fmt: skip
         cuda.count(cls, name)
@@ -234,7 +227,9 @@ def order(appo, ahead: int, until_report: bool) -> None:
                 appo.lab_module()  # as parse_args does
             appo.train(args, folder)
             return
-        appo.train_policy(appo.resolve(args), 0, folder, spaces, appo.Mailbox(spaces, GROUPS * ROWS, 0), Orders(), None)
+        appo.STOP.asked_at, appo.Learner.iterate = None, last_iterate
+        link = SimpleNamespace(send=lambda report: None)  # the pipe to the main process
+        appo.train_policy(appo.resolve(args), 0, folder, spaces, appo.Mailbox(spaces, GROUPS * ROWS, 0), link)
 
     with tempfile.TemporaryDirectory() as folder, cuda.Device():
         train(args, Path(folder))
