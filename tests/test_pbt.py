@@ -1155,16 +1155,27 @@ def test_policies_save_and_all_end_when_the_main_process_is_killed(start, tmp_pa
 MATCH = ("--env-id", "duel", "--num-envs-per-worker", "2")
 
 
+def playing(r) -> int:
+    """Number of engines whose matches have started: their shared memory has lost its name."""
+    def started(engine: int) -> bool:
+        try:
+            return bool(re.search(r"/dev/shm/ViZDoom.*\(deleted\)", Path(f"/proc/{engine}/maps").read_text()))
+        except OSError:  # it has just ended
+            return False
+
+    return sum(map(started, r.engines()))
+
+
 def test_a_match_with_a_dead_or_hanging_player_costs_an_actor_and_ends_with_main(start):
     """The other players' engines wait for it."""
     r = start(*MATCH, "--actor-timeout", "10")
-    r.wait_for(lambda: len(r.engines()) == 8 and steps(r) > 0, 90, "the games")
+    r.wait_for(lambda: playing(r) == 8 and steps(r) > 0, 90, "the games")
     # One that was killed with the message queue's lock in its hand hangs, too
     for number, how in ((signal.SIGKILL, r"(ended \(exit code 1\)|hung .*)"), (signal.SIGSTOP, "hung .*")):
-        victim, before = r.engines()[0], len(re.findall("starting another", r.text()))
+        victim, before = r.engines()[0], len(r.text())
         os.kill(victim, number)
-        r.wait_for(lambda: len(re.findall(rf"actor \d {how}; starting another", r.text())) > before, 60, "the new actor")
-        r.wait_for(lambda: len(r.engines()) == 8 and victim not in r.engines(), 60, "all engines again")
+        r.wait_for(lambda: re.search(rf"actor \d {how}; starting another", r.text()[before:]), 60, "the new actor")
+        r.wait_for(lambda: victim not in r.engines() and playing(r) == 8, 60, "all engines again")
         goes_on(r)
     os.kill(r.process.pid, signal.SIGKILL)  # the fixture `run` looks for what stays behind
     r.wait()
