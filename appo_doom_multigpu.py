@@ -367,7 +367,7 @@ class DoomEnv(gym.Env):
             blocks[:, i] = rows[:, row, :, :12]
         if not self.scenario.measurements:
             return image
-        weapon, ammo, health, kills = self.variables
+        weapon, ammo, health, kills = self.variables[: len(VARIABLES)]
         vector = np.zeros(23, np.float32)  # Sample Factory's layout; what single-player games lack stays 0
         vector[[0, 1, 2, 4, 6]] = round(weapon), min(5.0, ammo / 15), health / 30, kills / 10, 1 / 5
         return dict(obs=image, vector=vector)

@@ -38,9 +38,12 @@ an hour before (one seed, 2026-11-23; benchmark/self_play.sh).
      +-------------------------------+
      slot:  FREE -> FILLING (one row) -> FULL -> LEARNING -> FREE        exactly one owner at any time
 
-Who ends with whom. With an engine its actor. An actor that dies is replaced, and every policy gets a pipe to the new
-one. With a policy the run: the others save, and the actors end with their pipes. With the main process, however it
-ends, the policies, which save, and the actors with them.
+Who ends with whom. With an engine its actor. An actor that dies or hangs is replaced, and every policy gets a pipe to
+the new one. With a policy the run: the others save, and the actors end with their pipes. With the main process, however
+it ends, the policies, which save, and the actors with them.
+
+An exchange gives a policy the weights, input statistics, optimiser state, numbers (`TUNED`, shaping coefficients) and
+last 100 episodes of another one. Its steps, its best.pth and the recurrent states of its rows stay its own.
 
 An edit of appo_doom.py: what is the same is the same text. What differs: a policy has a process of its own
 (`train_policy`); the main process starts and ends all others (`Processes`) and holds the exchanges (`Population`). A
@@ -49,13 +52,14 @@ game has *seats*, places for agents, and which policy plays in which seat does n
 one has not: `--num-workers 0` (debug in appo_doom.py), `torchrun` (policies spread over the GPUs of one machine), and
 the last action as an input.
 
-Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one agent's
-endless stream of experience; a *group* is one policy's rows in one split of one worker, which ask for actions together.
-A *slot* is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one
-optimiser step. An *iteration* begins when the learner takes the slots of `num_batches_per_epoch` batches at once,
-passes `num_epochs` times over them, and ends when it gives them back. A *step* is one decision of the agent, a *frame*
-one tick of the engine (frames = steps x frameskip). Every policy that is published has a *version*, one higher than the
-last; the *lag* of a sample is the learner's version minus the version that chose its action.
+Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *game* is one environment;
+a *match* is a game of several engines, one for each player. A *row* is one agent's endless stream of experience; a
+*group* is one policy's rows in one split of one worker, which ask for actions together. A *slot* is room for one
+rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step. An *iteration*
+begins when the learner takes the slots of `num_batches_per_epoch` batches at once, passes `num_epochs` times over them,
+and ends when it gives them back. A *step* is one decision of the agent, a *frame* one tick of the engine (frames =
+steps x frameskip). Every policy that is published has a *version*, one higher than the last (an exchange skips
+`max_policy_lag`); the *lag* of a sample is the learner's version minus the version that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -64,7 +68,7 @@ observation is the first of the next episode. So three flags say all there is to
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
     inactive[t]    action t did nothing, as the agent waited for its return to a match: step t is left out of every
-                   loss, mean and step count, but cuts neither the trace nor the state
+                   loss, its means and the count of steps, but cuts neither the trace nor the state
 
 and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
 cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
@@ -177,7 +181,7 @@ class Args:
     pbt_start_mutation: int = 5_000_000  # steps that the slowest policy makes before the first exchange
     pbt_period_env_steps: int = 1_250_000  # steps that the slowest policy makes between exchanges
     pbt_replace_fraction: float = 0.3  # share of the population that is best, and that is worst
-    pbt_replace_reward_gap: float = 0.1  # replace only where the gap is a larger share of the larger objective
+    pbt_replace_reward_gap: float = 0.1  # replace by a policy that is better by a larger share of the larger objective
     pbt_mutation_rate: float = 0.15  # chance of each number to change
     pbt_perturb_min: float = 1.05  # smallest factor by which a number is multiplied or divided; what is 0 stays 0
     pbt_perturb_max: float = 1.5  # largest factor of such a change
@@ -438,7 +442,7 @@ class DoomEnv(gym.Env):
             blocks[:, i] = rows[:, row, :, :12]
         if not self.scenario.measurements:
             return image
-        weapon, ammo, health, kills = self.variables
+        weapon, ammo, health, kills = self.variables[: len(VARIABLES)]
         vector = np.zeros(23, np.float32)  # Sample Factory's layout; what single-player games lack stays 0
         vector[[0, 1, 2, 4, 6]] = round(weapon), min(5.0, ammo / 15), health / 30, kills / 10, 1 / 5
         return dict(obs=image, vector=vector)
@@ -484,6 +488,8 @@ class Player(DoomEnv):
         self.before, self.now = {}, {}  # the engine's variables of the last two observations
         super().__init__(env_id, frameskip, cfg_path)
         if self.scenario.match:
+            names = [getattr(vizdoom.GameVariable, name) for name in (*VARIABLES, *MATCH_VARIABLES)]
+            self.game.set_available_game_variables(names)
             self.presses[-1] *= 1.25  # turns by up to 12.5 degrees a tic, as in Sample Factory
 
     def setup(self, env_id: str) -> None:
@@ -508,12 +514,10 @@ class Player(DoomEnv):
         observation, self.before = super().observation(), self.now
         if self.game.is_episode_finished():  # the engine has no state any more
             return observation
-        self.now = now = dict(zip(VARIABLES, self.variables))
+        self.now = now = dict(zip((*VARIABLES, *MATCH_VARIABLES), self.variables.tolist()))
         if not self.scenario.match:
             return observation
-        for name in MATCH_VARIABLES:
-            value = self.game.get_game_variable(getattr(vizdoom.GameVariable, name))
-            now[name] = value if name == "FRAGCOUNT" else max(0.0, value)  # suicides count -1
+        now["FRAGCOUNT"] = self.game.get_game_variable(vizdoom.GameVariable.FRAGCOUNT)  # suicides make it negative
         vector = observation["vector"]
         vector[[3, 5, 6]] = now["ARMOR"] / 30, now["ATTACK_READY"], now["PLAYER_COUNT"] / 5
         vector[7:15] = [now[f"WEAPON{k}"] for k in range(8)]
@@ -598,7 +602,7 @@ class DoomMatch:
         """Calls function(player, argument...) for all players, each in a thread, and returns the results. What one
         raises is raised without waiting for the others: their engines may wait for its engine for ever."""
         if len(self.players) == 1:
-            return [function(*(values[0] for values in (self.players, *arguments)))]
+            return [function(self.players[0], *(values[0] for values in arguments))]
         futures = [self.pool.submit(function, *values) for values in zip(self.players, *arguments)]
         for future in concurrent.futures.as_completed(futures):
             future.result()
@@ -606,7 +610,7 @@ class DoomMatch:
 
     def start(self, seed: int | None) -> None:
         """Starts the engines of a match."""
-        for attempt in range(3):
+        for _ in range(3):
             self.players = [self.new_player() for _ in self.possible_agents]
             # These threads stay, since an engine ends with the thread that starts it
             self.pool = concurrent.futures.ThreadPoolExecutor(len(self.players))
@@ -812,8 +816,8 @@ def room_for(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") ->
 #     [[0, 2],   seat_rows: policy 0 has the rows 0 and 1, policy 1 has the rows 2 and 3
 #      [3, 1]]
 #
-# In the next split policy 0 has the rows after its last one here. So all rows of a policy are neighbours, and within
-# them the rows of a group: had there been two such splits, policy 0 would have 0 and 1, 2 and 3, policy 1 the others.
+# With two such splits policy 0 has the rows 0 and 1 in the first and 2 and 3 in the second, policy 1 has 4 to 7. So all
+# rows of a policy are neighbours, and within them the rows of a group.
 
 
 def seat_policies(args: Args, session: int) -> np.ndarray:
@@ -852,7 +856,7 @@ def seat_rows(table: np.ndarray, policies: int) -> np.ndarray:
 
 
 class Mailbox:
-    """The only memory that actors share with other processes: a policy's has the part with its own rows.
+    """What actors share with the policies, each of which has the part with its own rows.
 
     Between its request and its reply a group's rows belong to the inference thread, otherwise to its actor: no locks.
     """
@@ -1355,7 +1359,10 @@ def actor(core: int | None, args: Args, worker: int, seed: int, rows: np.ndarray
             envs.reset(split)
             timer(0)
             request(split)
-        while all(replies := [read_splits(pipe) for pipe in multiprocessing.connection.wait(pipes)]):
+        while True:
+            replies = [read_splits(pipe) for pipe in multiprocessing.connection.wait(pipes)]
+            if b"" in replies:  # the end of a pipe
+                break
             for split in b"".join(replies):
                 missing[split] -= 1
                 if missing[split] == 0:
@@ -1598,8 +1605,8 @@ class Learner:
         self.publish()
 
     def collect(self) -> np.ndarray | None:
-        """Waits for the slots of an iteration: FULL -> LEARNING. None when the time is up or the user stops the run
-        (STOP is below, beside what a signal does). Raises what has ended the inference thread."""
+        """Waits for the slots of an iteration: FULL -> LEARNING. None when the main process says stop, or is dead (STOP
+        is below, beside what a signal does). Raises what has ended the inference thread."""
         start, args = time.perf_counter(), self.args
         count = args.num_batches_per_epoch * args.batch_size // args.rollout
         while not STOP.asked_at and time.monotonic() < self.deadline:
@@ -1760,13 +1767,14 @@ class Actors:
             else:
                 self.drop(worker)
         if told:  # only now: a new actor may take the place of one that was among the others
-            self.obey()
+            self.hear()
 
-    def obey(self) -> None:
+    def hear(self) -> None:
         """What the main process says (`Processes`): the number of a worker, whose new actor's pipe follows; an order
         for the learner; or None, to stop. The end of the main process is that, too."""
         try:
             message = self.link.recv()
+            file = multiprocessing.reduction.recv_handle(self.link) if isinstance(message, int) else None
         except (EOFError, OSError):
             message = None
         if message is None:
@@ -1774,7 +1782,6 @@ class Actors:
             self.selector.unregister(self.link)
         elif isinstance(message, int):
             self.drop(message)  # the end of the one before it may not have been seen yet
-            file = multiprocessing.reduction.recv_handle(self.link)
             self.pipes[message] = multiprocessing.connection.Connection(file)
             self.selector.register(self.pipes[message], selectors.EVENT_READ, message)
         else:
@@ -1864,13 +1871,13 @@ class Processes:
         started.start()
         self.actors[worker] = started
         for to_policy, (_, pipe) in zip(self.pipes, pairs):
-            with contextlib.suppress(OSError):  # this policy is dead, as `check` will say
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead, as `check` will say
                 to_policy.send(worker)
                 multiprocessing.reduction.send_handle(to_policy, pipe.fileno(), None)
         # As soon as we return, either end of a pipe is open in one process alone: its end is that process's.
 
     def check(self) -> None:
-        """The main process calls this often. It looks at the policies first: with one of them all actors end. Raises
+        """The main process calls this often. It looks at the policies first: when one ends, all actors do. Raises
         UserError."""
         for policy, process in enumerate(self.policies):
             alive = process.is_alive()
@@ -1894,7 +1901,7 @@ class Processes:
                 self.population.reports[policy] |= report
 
     def ask(self, policy: int, donor: Path | None, settings: dict[str, float]) -> None:
-        """Waits until the policy has done what `obey` says. Raises UserError."""
+        """Waits until the policy has obeyed (below). Raises UserError."""
         report = self.population.reports[policy]
         report["answered"] = False
         with contextlib.suppress(OSError):  # it has died, as `check` will say
@@ -1906,6 +1913,8 @@ class Processes:
     def replace(self, worker: int) -> None:
         """The actor has ended. Raises UserError where another actor is not to be tried."""
         process = self.actors[worker]
+        if process.exitcode == 0 and multiprocessing.connection.wait([p.sentinel for p in self.policies], timeout=5):
+            return  # it has ended with the pipe of a policy that was about to end, as `check` will say
         if process.exitcode == -signal.SIGALRM:
             how = "hung (its stack is above; a map that is not in the WAD does that, too)"
         elif (process.exitcode or 0) < 0:
@@ -1914,7 +1923,8 @@ class Processes:
             how = f"ended (exit code {process.exitcode})"
         if not self.started:  # the user's to mend; another actor would end in the same way
             raise UserError(f"while its environments started, actor {worker} {how}")
-        if self.args.sync and self.args.num_policies > 1:  # some may have served its last request, and some not
+        # Some policies may have served its last request, and some not: they would wait for each other
+        if self.args.sync and self.args.num_policies > 1:
             raise UserError(f"actor {worker} {how}; with --sync several policies end with it")
         self.deaths += 1
         self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
@@ -1928,11 +1938,11 @@ class Processes:
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60  # they end an iteration first
         for policy, process in enumerate(self.policies):
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
-                self.log(f"policy {policy} was ended by force, and has not saved")
+                self.log(f"policy {policy} did not end, and was killed")
                 process.kill()
             self.read(policy)  # its last step
         deadline = time.monotonic() + 5
@@ -1941,7 +1951,7 @@ class Processes:
             process.kill()
 
 
-STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
+STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; policies are being ended, and save
 
 
 def on_signal(number: int, frame) -> None:
@@ -2139,9 +2149,9 @@ class Population:
             writer.add_scalar(f"pbt/{name}/{policy}", value, self.reports[policy]["step"])
 
     def exchange(self, processes: Processes, writer) -> None:
-        """When all policies have made enough steps since the last exchange: the best go on as they are, the worst
-        become mutated copies of one of the best if the gap is large enough, the others are mutated. Policy 0 can be
-        replaced, but never mutates."""
+        """When all policies have made enough steps since the last exchange: the best go on as they are; each of the
+        worst becomes a mutated copy of one of the best, if the gap is large enough; all others are mutated. Policy 0
+        can be replaced, but never mutates."""
         args, objectives = self.args, [report["objective"] for report in self.reports]
         made = min(report["step"] for report in self.reports)
         if None in objectives or made < max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps):
@@ -2150,6 +2160,8 @@ class Population:
         k = min(math.ceil(args.pbt_replace_fraction * len(order)), len(order) // 2)
         best, worst = order[:k], order[len(order) - k :]
         for policy in range(args.num_policies):
+            if STOP.asked_at:
+                return
             donor, mine = policy, objectives[policy]  # donor: of its weights and genes
             if policy in worst:
                 better = self.rng.choice(best)
@@ -2250,12 +2262,12 @@ def resolve(args: Args) -> Args:
     if args.with_pbt and args.pbt_start_mutation >= args.total_timesteps:
         raise UserError(f"--with-pbt: the run ends after --total-timesteps {args.total_timesteps:,}, before the first "
                         f"exchange at --pbt-start-mutation {args.pbt_start_mutation:,}")  # fmt: skip
-    scenario = not args.cfg_path and SCENARIOS.get(args.env_id) or Scenario("", (), ())
+    scenario = Scenario("", (), ()) if args.cfg_path else SCENARIOS.get(args.env_id, Scenario("", (), ()))
     if args.pbt_target_objective is None:
         args.pbt_target_objective = "wins" if scenario.agents > 1 else "frags" if scenario.match else "return"
     if scenario.wad and args.pbt_target_objective in (("kills",) if scenario.match else ("frags", "wins")):
         raise UserError(f"--pbt-target-objective {args.pbt_target_objective}: {args.env_id} has none")
-    starting_genes(args)  # raises for wrong --policy-settings
+    starting_genes(args)  # raises for wrong --policy-settings: before cfg.json is written
     rows = max(1, args.num_workers) * args.num_envs_per_worker
     rows = rows * seats // P  # of each policy
     batches = args.num_batches_per_epoch
@@ -2361,8 +2373,8 @@ class Reporter:
         return Counter(self.inference.counts, **counts)
 
     def update(self, metrics: dict[str, float]) -> float:
-        """Called after every iteration, with its metrics. Every five seconds it reports, and returns the mean return of
-        the last 100 episodes; otherwise, and before there are so many, -inf."""
+        """Called after every iteration, with its metrics. Every five seconds it reports, and returns the objective, a
+        mean of the last 100 episodes; otherwise, and before there are so many, -inf."""
         self.metrics |= metrics
         step = self.learner.global_step
         now = self.now()
@@ -2389,14 +2401,14 @@ class Reporter:
             bottleneck = "environments"
         else:
             bottleneck = "inference"
-        mean = scalars.get("charts/episodic_return")
-        score = f"return {mean:.2f}, " if episodes else ""
+        objective = scalars.get(OBJECTIVES[self.args.pbt_target_objective])
+        score = f"return {scalars['charts/episodic_return']:.2f}, " if episodes else ""
         text = f"{score}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
-        tell(self.link, step=step, objective=scalars.get(OBJECTIVES[self.args.pbt_target_objective]), text=text)
+        tell(self.link, step=step, objective=objective, text=text)
         if not change["version"]:
             text = f"warning: no update in {seconds:.0f} s: no sample could be used (lag/masked: --max-policy-lag)"
             tell(self.link, log=text)
-        return mean if len(episodes) >= 100 else -np.inf
+        return objective if len(episodes) >= 100 else -np.inf
 
 
 def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter, orders: queue.SimpleQueue) -> None:
@@ -2416,8 +2428,7 @@ def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter, o
                 save_latest(checkpoints, learner, args.keep_checkpoints)
                 saved, saved_at = learner.version, now
             while not orders.empty():
-                obey(learner, checkpoints, *orders.get())
-                tell(reporter.link, answered=True)
+                obey(learner, checkpoints, reporter.link, *orders.get())
     except BaseException as error:
         good = isinstance(error, (FloatingPointError, UserError))
         raise
@@ -2428,18 +2439,19 @@ def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter, o
 
 
 def tell(link, **report) -> None:
-    with contextlib.suppress(OSError):  # the main process is dead, as `Actors.obey` will find
+    with contextlib.suppress(OSError):  # the main process is dead, as `Actors.hear` will find
         link.send(report)
 
 
-def obey(learner: Learner, checkpoints: Path, donor: Path | None, settings: dict[str, float]) -> None:
+def obey(learner: Learner, checkpoints: Path, link, donor: Path | None, settings: dict[str, float]) -> None:
     """What an exchange asks of a policy: to go on with the weights of another one, if `donor` names its checkpoints,
     and with these numbers of Args; and to save, in any case."""
     if donor is not None:
-        learner.become(load_checkpoint(donor, "latest", print))
+        learner.become(load_checkpoint(donor, "latest", lambda text: tell(link, log=text)))
     for name, value in settings.items():
         setattr(learner.args, name, value)
     save_latest(checkpoints, learner, learner.args.keep_checkpoints)
+    tell(link, answered=True)
 
 
 def train_policy(args: Args, policy: int, folder: Path, spaces: Spaces, mailbox: Mailbox, link) -> None:
@@ -2454,7 +2466,7 @@ def train_policy(args: Args, policy: int, folder: Path, spaces: Spaces, mailbox:
         torch.cuda.set_device(device.index or 0)
         torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     torch.manual_seed(args.seed + policy)
-    folder.mkdir(exist_ok=True)
+    lock = open_log(folder)  # after a second Ctrl-C a policy may still save when the next run starts  # noqa: F841
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device, mailbox)
     learner = Learner(args, agent, inference, device)
@@ -2477,13 +2489,13 @@ def train_policy(args: Args, policy: int, folder: Path, spaces: Spaces, mailbox:
     tell(link, step=learner.global_step)
 
 
-def policy_process(*arguments) -> None:
-    """Body of a policy's process. A UserError is told by the main process; what else it dies of is on stderr."""
+def policy_process(args: Args, policy: int, folder: Path, spaces: Spaces, mailbox: Mailbox, link) -> None:
+    """Body of a policy's process. What it dies of, the main process tells or, if nobody foresaw it, is on stderr."""
     faulthandler.enable()
     try:
-        train_policy(*arguments)
-    except UserError as error:
-        tell(arguments[-1], error=str(error))
+        train_policy(args, policy, folder, spaces, mailbox, link)
+    except (UserError, FloatingPointError) as error:
+        tell(link, error=str(error))
         sys.exit(2)
 
 
@@ -2590,9 +2602,6 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except FloatingPointError as error:
-        print(f"error: {error}; what was learned before is saved", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:  # before the run has begun: there is nothing to save
         print("stopped", file=sys.stderr)
         return 130
