@@ -19,13 +19,19 @@
 On 2 cores of an AMD EPYC (Zen 3, no GPU) the first command with `--encoder convnet` reaches a mean return of 7 in 17
 minutes and 1.2 million frames (random actions: 0.07, people: 10; one seed, 2026-11-23; benchmark/learning_dmlab.sh).
 
-A deliberate edit of appo_doom.py. What differs: one level or the 30 tasks of DMLab-30 (`TASKS`, `LabEnv`), with their
-time limits, as the engine does not say why an episode ended, their generated maps in a cache that runs share
-(`LevelCache`), the network, which reads instructions (`Agent`) and, if asked to, the last action and reward, values in
-units of their own for each task (`PopArt`), returns that are reported task by task, also in per cent of what people
-reach, of which the mean over tasks chooses best.pth (`Reporter.scores`), and in `resolve` the learner's threads on a
-CPU and how long an actor may take. What engines print is in engines/output.txt, in the run's folder. All else is the
-same text. The engine, deepmind_lab, is in no package registry.
+A deliberate edit of appo_doom.py: what is the same is the same text. What differs:
+
+    LabEnv           one level, or the 30 tasks of DMLab-30, with their time limits, as the engine does not say why an
+                     episode ended; the reward is clipped as in IMPALA. What engines print is in engines/output.txt
+    LevelCache       maps that are generated for an episode, kept in a folder that runs share
+    Agent            reads instructions and, if asked to, sees the last action and reward
+    PopArt           values, their loss and advantages in units of each task's own returns
+    Reporter.scores  returns task by task, also in per cent of the way from random actions to people. Their mean over
+                     the tasks chooses best.pth where all are of DMLab-30, else the mean return over the tasks does
+    resolve          on a CPU the learner has all threads, since the ResNet costs most
+
+The engine, deepmind_lab, is in no package registry. Here a *task* is a level with its number: row r plays task r modulo
+the number of tasks, for good.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+
@@ -59,8 +65,8 @@ observation is the first of the next episode. So two flags say all there is to k
 
 and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
 cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
-last step bootstraps from the value of the last observation, which is the one before it again: this engine has none at
-an episode's end.
+last step bootstraps from the value of the last observation. This engine has none at an episode's end: the one before
+stands for it (`LabEnv.observation`).
 """
 
 import contextlib
@@ -117,17 +123,16 @@ class Args:
     # --- run
     env_id: str = "rooms_collect_good_objects_train"
     """dmlab_30, a level by its name, with or without contributed/dmlab30/, several with commas between them, or one of
-    Sample Factory's short names, such as dmlab_benchmark. Rows play the tasks in turn: all get the same number of
-    samples if --num-envs-per-worker is a multiple of theirs"""
+    Sample Factory's short names, such as dmlab_benchmark. All tasks get the same number of samples if their number
+    divides --num-envs-per-worker"""
     extended_action_set: Auto[bool] = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9. Default: with dmlab_30
     dataset_path: Auto[str] = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours"""
     level_cache: Auto[str] = None
-    """folder of compiled maps, which any number of runs may share. Maps that are there are played first, so two runs
-    are only alike if their caches are; benchmark/fill_level_cache.py compiles some beforehand. Default: level_cache
-    below train_dir"""
+    """folder of compiled maps, which any number of runs may share: all play the same maps, and none removes any.
+    benchmark/fill_level_cache.py compiles some beforehand. Default: level_cache below train_dir"""
     renderer: Literal["software", "hardware"] = "software"  # hardware where the engine was built with it
-    test_levels: bool = False  # play the test levels of DMLab-30 instead of the training ones; evaluate.py sets it
+    test_levels: bool = False  # play DMLab-30's test levels, or other maps where a task has none; evaluate.py sets it
     frameskip: int = 4  # engine ticks (frames) per step of the agent
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions
@@ -153,10 +158,10 @@ class Args:
     """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
-    actor_timeout: Auto[float] = None
-    """seconds that a step of an actor's environments may take, and the start of each of them; an actor that takes
-    longer (as after Ctrl-Z) counts as hung, and another takes its place; 0: no limit. Default: 60 for each environment
-    of a split, since all of them may have to compile a map in one step; at least 600"""
+    actor_timeout: float = 120.0
+    """seconds that each environment of a split may take to start, and in a step, in which all of them may have to
+    compile a map; an actor that takes longer (as after Ctrl-Z) counts as hung, and another takes its place; 0: no
+    limit"""
     inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
 
@@ -188,7 +193,8 @@ class Args:
     reward_clip: float = 10.0  # then clipped to +- this
     normalize_input: bool = True  # every pixel by its running mean and variance; off: pixels / 255
     normalize_returns: bool = True
-    """values and their loss in units of their own (PopArt); if a resumed run turns it off, it keeps the last units"""
+    """values, their loss and advantages in units of each task's own returns (PopArt); if a resumed run turns it off,
+    the last units stay"""
     encoder: Literal["impala", "convnet"] = "impala"
     """the residual convolutions of Espeholt et al. (2018), or Sample Factory's two plain ones (convnet_impala)"""
     last_action_reward: bool = False  # the network also sees the last action and reward; zeros as an episode begins
@@ -382,40 +388,26 @@ def prepare_process(engines: Path) -> Path:
     return Path(folder)
 
 
+def next_seed(played: Path, rng: np.random.Generator) -> int:
+    """0, 1, 2, ...: how many seeds this experiment has played of a level, over all its processes and sessions. So every
+    run plays the same maps, and finds those that another one has compiled. played: a file of a byte for each."""
+    try:
+        with open(played, "ab", buffering=0) as file:
+            file.write(b".")  # at the end, in one operation: afterwards this process knows where its own byte is
+            return file.tell() - 1
+    except OSError:  # the disk is full: go on without
+        return int(rng.integers(2**31 - 1))
+
+
 class LevelCache:
-    """Compiled maps in a folder, in files named by the hash that the engine gives them, and for every level a list of
-    the seeds whose maps are there. Processes and runs may share it. The engine calls `fetch` before it compiles a map
-    and `write` afterwards, within `reset` and, on some levels, within `step`."""
+    """Compiled maps in a folder, in files named by the hash that the engine gives them. Processes and runs may share
+    it. The engine calls `fetch` before it compiles a map and `write` afterwards, within `reset` and, on some levels,
+    within `step`. Nobody removes maps."""
 
-    def __init__(self, folder: Path, played: Path, level: str):
-        """played: folder of an experiment, with a list of its seeds for every level."""
-        name = level.replace("/", "_")
-        self.folder, self.seeds, self.played = folder, folder / f"{name}.seeds", played / f"{name}.played"
-        for path in (folder, played):
-            path.mkdir(parents=True, exist_ok=True)
-        self.seed, self.mine = "", set()  # mine: seeds that this environment played
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
         self.began = self.seconds = 0.0  # when the engine began to compile a map, and how long it has compiled
-
-    @staticmethod
-    def read(path: Path) -> set[str]:
-        """The seeds of a list, without what a full disk may have left of a line."""
-        lines = path.read_text(errors="replace").split() if path.exists() else []
-        return {line for line in lines if line.isdecimal() and int(line) < 2**31}
-
-    def next_seed(self, rng: np.random.Generator) -> int:
-        """A seed that this experiment has not played yet: one whose maps are there, while there are any."""
-        self.seed = str(rng.integers(2**31 - 1))
-        with contextlib.suppress(OSError), open(self.played, "a") as file:  # where the disk is full: go on without
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)  # the experiment's other environments choose too
-            played = self.mine | self.read(self.played)
-            if ready := sorted(self.read(self.seeds) - played):
-                self.seed = ready[rng.integers(len(ready))]
-            while self.seed in played:
-                self.seed = str(rng.integers(2**31 - 1))
-            file.write(f"\n{self.seed}")
-        self.mine.add(self.seed)
-        return int(self.seed)
 
     def fetch(self, key: str, pk3_path: str) -> bool:
         found = False
@@ -434,9 +426,6 @@ class LevelCache:
                 raise OSError("the rest is for checkpoints")
             shutil.copyfile(pk3_path, temporary)
             os.replace(temporary, self.folder / f"{key}.pk3")
-            if self.seed:  # not of levels that compile maps within an episode, which are not chosen by what is there
-                with open(self.seeds, "a") as file:
-                    file.write(f"\n{self.seed}")
         except OSError:
             gym.logger.warn("a map was not saved in %s: is the disk full? The run goes on without", self.folder)
             temporary.unlink(missing_ok=True)
@@ -444,16 +433,16 @@ class LevelCache:
 
 class LabEnv(gym.Env):
     """One environment. Observation: a Dict of `obs`, the image, uint8 [72, 96, 3]; `words`, int64 [16], the numbers of
-    the instruction's words, 0 where there is none; `task`, int64, the task's number, which only the critic reads; and
-    if asked for `last_action_reward`, float32 [actions + 1], one-hot and the reward.
+    the instruction's words, 0 where there is none; `task`, int64, the task's number, which the policy does not see; and
+    if asked for `last_action_reward`, float32 [actions + 1], one-hot and the reward before --reward-scale and its clip.
 
     In every step's info: `raw_reward`, the engine's reward, of which scores are sums; and `compile_seconds`, how long
     the engine compiled maps, in the first step with those of the reset before it.
     """
 
     def __init__(self, args: Args, place: int):
-        """place: among the environments of a split. The first `reset` says the first one's row, options["first_row"]:
-        rows play the tasks in turn."""
+        """place: among the environments of a split. The first `reset` says the row of the first one of them, in
+        options["first_row"], and so which task this one plays."""
         self.args, self.place, self.lab, self.rng = args, place, None, np.random.default_rng()
         self.metadata = dict(render_modes=["rgb_array"], render_fps=TICKS_PER_SECOND / args.frameskip)
         self.actions = np.array(EXTENDED_ACTIONS if args.extended_action_set else ACTIONS, np.intc)
@@ -468,14 +457,16 @@ class LabEnv(gym.Env):
         self.action_space = gym.spaces.Discrete(len(self.actions))
 
     def start(self, first_row: int = 0) -> None:
-        """Makes the engine; not earlier, since `spaces_of` needs none, and the environments are made in one go."""
+        """Makes the engine; not earlier, since `spaces_of` needs none, and the row is known at the first reset only."""
         args, tasks = self.args, tasks_of(self.args)
         self.number = (first_row + self.place) % len(tasks)
         self.name = tasks[self.number]
         self.task = task_of(self.name)
         folder = prepare_process(engines_folder(args))
         played = Path(args.train_dir, args.experiment, "played") if args.experiment else folder
-        self.cache = LevelCache(cache_folder(args), played, self.name)
+        played.mkdir(exist_ok=True)
+        self.played = played / self.name.replace("/", "_")
+        self.cache = LevelCache(cache_folder(args))
         self.lab = make_lab(args, self.name, level_cache=self.cache, temp_folder=tempfile.mkdtemp(dir=folder))
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
@@ -484,7 +475,7 @@ class LabEnv(gym.Env):
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         if self.task.generated and not self.args.test_levels:
-            chosen = self.cache.next_seed(self.rng)
+            chosen = next_seed(self.played, self.rng)
         else:  # an evaluation can be repeated: it asks for the same maps again
             chosen = int(self.rng.integers(2**31 - 1))
         self.lab.reset(seed=chosen)
@@ -751,7 +742,7 @@ class PopArt(nn.Module):
     @torch.no_grad()
     def update(self, targets: torch.Tensor, task: torch.Tensor, mask: torch.Tensor) -> None:
         """targets [...] in the reward's units, of tasks int64 [...], of which bool mask [...] count; merges two sets of
-        statistics as Normalizer.update does."""
+        statistics as Normalizer.update does. A task without a sample keeps its own."""
         targets, mine = targets[mask].unsqueeze(-1), F.one_hot(task[mask], len(self.mean))  # [N, 1], [N, tasks]
         samples, part, _ = moments(mine)  # how many there are, and what part of them is of each task
         if samples == 0:
@@ -1014,16 +1005,16 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
                             args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
 
-    task = batch.obs["task"][:-1]
-    advantages = advantages / agent.critic.std[task]  # so that no task drowns the others; as in the value loss
+    unit = agent.critic.std[batch.obs["task"][:-1]]
+    advantages = advantages / unit  # so that no task drowns the others; as in the value loss
     mean = functools.partial(masked_mean, mask=batch.mask.float())  # converted once: bool x float is slow
     advantages = advantages - mean(advantages)
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_losses = -torch.min(ratio * advantages, clipped * advantages)
 
-    target, old, unit = vs[:-1], batch.values, agent.critic.std[task]
-    value_error, reach = (values[:-1] - target).square(), args.ppo_clip_value * unit
+    target, old, reach = vs[:-1], batch.values, args.ppo_clip_value * unit
+    value_error = (values[:-1] - target).square()
     clipped_error = (old + (values[:-1] - old).clamp(-reach, reach) - target).square()
     value_losses = torch.max(value_error, clipped_error) / unit.square()
 
@@ -1034,7 +1025,7 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     loss = mean(policy_losses + args.vf_coef * value_losses + args.ent_coef * exploration)
 
     with torch.no_grad():
-        z = (target - agent.critic.mean[task]) / unit  # else the tasks' different means would count as explained
+        z = (target - agent.critic.mean[batch.obs["task"][:-1]]) / unit  # else the tasks' different means would count as explained
         spread = (z - mean(z)).square()
         samples = {
             "losses/policy_loss": policy_losses,
@@ -1140,7 +1131,7 @@ def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox
         faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
         os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
         if core is not None:
-            os.sched_setaffinity(0, {core})  # engines inherit it: both talk twice a tic, cheapest on one core
+            os.sched_setaffinity(0, {core})  # the engine's own threads inherit it
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         torch.set_num_threads(1)
     timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
@@ -1155,7 +1146,7 @@ def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox
                 write_splits(pipe, bytes([split]))  # from here on its rows belong to inference, until a reply names it
             while splits := read_splits(pipe):
                 for split in splits:
-                    timer(seconds)
+                    timer(seconds * envs.n)
                     envs.step(split)
                     timer(0)  # waiting for actions is no hang
                     write_splits(pipe, bytes([split]))
@@ -1790,16 +1781,13 @@ def resolve(args: Args) -> Args:
     elif args.worker_num_splits is None:
         args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
     # On a CPU learning with the ResNet costs more than inference and the environments together: it may use every core.
-    learner_share, inference_share = (1, 1) if args.sync else (1, 4)
-    args.learner_threads = args.learner_threads or (max(1, n // learner_share) if cpu else 1)
-    args.inference_threads = args.inference_threads or (max(1, n // inference_share) if cpu else 1)
+    args.learner_threads = args.learner_threads or (n if cpu else 1)
+    args.inference_threads = args.inference_threads or (max(1, n // (1 if args.sync else 4)) if cpu else 1)
     if args.num_envs_per_worker % args.worker_num_splits:
         raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
                         f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
     if args.extended_action_set is None:
         args.extended_action_set = "dmlab_30" in args.env_id.split(",")
-    if args.actor_timeout is None:
-        args.actor_timeout = max(600.0, 60.0 * args.num_envs_per_worker / args.worker_num_splits)
     rows = max(1, args.num_workers) * args.num_envs_per_worker
     batches = args.num_batches_per_epoch
     if args.batch_size is None and args.sync:  # one rollout of every row
@@ -1913,7 +1901,7 @@ class Reporter:
             "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
             "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
         }
-        best, score, means = self.scores()
+        best, score_text, means = self.scores()
         scalars |= means
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
@@ -1923,7 +1911,7 @@ class Reporter:
             bottleneck = "environments"
         else:
             bottleneck = "inference"
-        text = f"{score}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
+        text = f"{score_text}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
         self.bar.set_postfix_str(text)
         self.log(f"step {step:,}: {text}", self.bar.disable)
         if not change["version"]:
@@ -1931,8 +1919,9 @@ class Reporter:
         return best
 
     def scores(self) -> tuple[float, str, dict[str, float]]:
-        """The score over all tasks (-inf before each has enough episodes), its text as soon as each has one, and means
-        of each task's last 100."""
+        """What chooses best.pth (-inf before each task has enough episodes), its text as soon as each task has one, and
+        the means of each task's last 100. It is the mean return over tasks; for several tasks, all of them of DMLab-30,
+        it is the mean of their human-normalised returns, each capped at 100."""
         tasks, lists = tasks_of(self.args), [list(episodes) for episodes in self.inference.episodes]
         played = {task: np.mean(episodes, axis=0) for task, episodes in zip(tasks, lists) if episodes}
         score, text, scalars = -np.inf, "", {}

@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch.multiprocessing as mp
 import tyro
 from tqdm import tqdm
@@ -28,7 +27,7 @@ LONGEST = 600  # seconds that a map may take
 @dataclass
 class Options:
     env_id: str = "dmlab_30"  # levels, as of appo_dmlab.py
-    maps: int = 3  # how many to compile for each level that generates maps, for new seeds
+    maps: int = 3  # of each level that generates maps: those of a run's first episodes, as far as they are not there
     num_workers: int | None = None  # processes. Default: the cores that this process may use
     train_dir: str = "train_dir"  # the cache is level_cache below it
     level_cache: str | None = None  # the cache, where it is another folder
@@ -50,16 +49,14 @@ def compile_maps(args: appo.Args, work: list[tuple[int, int]], taken, done) -> N
                 env.close()
             env = appo.LabEnv(args, task)
             env.start()
-        env.cache.seed = str(seed)
         env.lab.reset(seed=seed)
         signal.alarm(0)
-        if env.cache.seed in env.cache.read(env.cache.seeds):
-            with done.get_lock():
-                done.value += 1
+        with done.get_lock():
+            done.value += 1
 
 
 def fill(args: appo.Args, work: list[tuple[int, int]]) -> int:
-    """Compiles the maps of all (task, seed) in args.num_workers processes. Returns how many are in the cache now."""
+    """Compiles the maps of all (task, seed) in args.num_workers processes. Returns how many the engine has."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "deepmind_lab"])
     taken, done, processes = context.Value("i"), context.Value("i"), []
@@ -100,10 +97,9 @@ def main() -> int:
         args.env_id = ",".join(levels)
         args = appo.resolve(args)
         appo.check_level(args)
-        rng = np.random.default_rng()
-        work = [(task, int(rng.integers(2**31 - 1))) for task in range(len(levels)) for _ in range(options.maps)]
+        work = [(task, seed) for task in range(len(levels)) for seed in range(options.maps)]
         done = fill(args, work)
-        print(f"{done} of {len(work)} maps are new in {appo.cache_folder(args)}; what the engines print is in "
+        print(f"{done} of {len(work)} maps are in {appo.cache_folder(args)}; what the engines print is in "
               f"{appo.engines_folder(args)}/output.txt")  # fmt: skip
         return int(done < len(work))
     except appo.UserError as error:

@@ -23,7 +23,6 @@ from edited import REPORTS, ROOT, edited
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import appo_atari
-import appo_dmlab
 import appo_doom
 
 SMALL = ("--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32",
@@ -401,8 +400,6 @@ def test_any_number_of_games_will_do_with_cuda(monkeypatch):
 def test_defaults_of_the_other_games():
     sizes = [appo_atari.resolve(appo_atari.Args(device="cpu", num_workers=n)).batch_size for n in (1, 2, 20)]
     assert sizes == [256, 256, 2048]
-    timeouts = [appo_dmlab.resolve(appo_dmlab.Args(device="cpu", num_envs_per_worker=n)).actor_timeout for n in (4, 30)]
-    assert timeouts == [600, 1800]
 
 
 def test_defaults_are_resolved_without_surprise():

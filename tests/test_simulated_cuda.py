@@ -224,7 +224,7 @@ def order(appo, ahead: int, until_report: bool) -> None:
     def train(args, folder: Path) -> None:
         if not hasattr(appo, "train_policy"):
             if hasattr(appo, "lab_module"):
-                appo.lab_module()  # as parse_args does
+                appo.lab_module()  # imports it, before the device is simulated
             appo.train(args, folder)
             return
         appo.STOP.asked_at, appo.Learner.iterate = None, last_iterate
