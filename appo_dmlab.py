@@ -464,7 +464,7 @@ class LabEnv(gym.Env):
         self.task = task_of(self.name)
         folder = prepare_process(engines_folder(args))
         played = Path(args.train_dir, args.experiment, "played") if args.experiment else folder
-        played.mkdir(exist_ok=True)
+        played.mkdir(parents=True, exist_ok=True)
         self.played = played / self.name.replace("/", "_")
         self.cache = LevelCache(cache_folder(args))
         self.lab = make_lab(args, self.name, level_cache=self.cache, temp_folder=tempfile.mkdtemp(dir=folder))
@@ -1025,7 +1025,8 @@ def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, tor
     loss = mean(policy_losses + args.vf_coef * value_losses + args.ent_coef * exploration)
 
     with torch.no_grad():
-        z = (target - agent.critic.mean[batch.obs["task"][:-1]]) / unit  # else the tasks' different means would count as explained
+        center = agent.critic.mean[batch.obs["task"][:-1]]
+        z = (target - center) / unit  # else the tasks' different means would count as explained
         spread = (z - mean(z)).square()
         samples = {
             "losses/policy_loss": policy_losses,
