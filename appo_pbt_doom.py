@@ -2494,9 +2494,12 @@ def policy_process(args: Args, policy: int, folder: Path, spaces: Spaces, mailbo
     faulthandler.enable()
     try:
         train_policy(args, policy, folder, spaces, mailbox, link)
-    except (UserError, FloatingPointError) as error:
+    except UserError as error:
         tell(link, error=str(error))
         sys.exit(2)
+    except FloatingPointError as error:
+        tell(link, error=f"{error}; what was learned before is saved")
+        sys.exit(1)
 
 
 def watch(args: Args, population: Population, processes: Processes, writer, log) -> None:
