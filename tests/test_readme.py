@@ -9,11 +9,13 @@ import textwrap
 from dataclasses import fields
 
 import gymnasium as gym
+import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
 import tyro
 from edited import ROOT, edited, load
+from PIL import Image
 from torch.distributed.run import get_args_parser
 
 import appo_atari
@@ -26,6 +28,9 @@ import appo_mujoco
 import appo_pbt_doom
 import dummy_sampler
 import evaluate
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import animation  # noqa: E402
 
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "benchmark").glob("*.md")]}
 README = DOCUMENTS["README.md"]
@@ -208,3 +213,21 @@ def test_links_and_anchors(name):
             if not target.exists() or anchor and anchor not in anchors(target.read_text()):
                 broken.append(link)
     assert broken == []
+
+
+def test_its_animated_picture(tmp_path):
+    """As benchmark/animation.py makes it of two videos."""
+    for name, fps, shape in (("left", 8.75, (480, 640, 3)), ("right", 15, (840, 640, 3))):
+        with imageio.get_writer(tmp_path / f"{name}.mp4", fps=fps, macro_block_size=8) as video:
+            for i in range(int(3 * fps)):
+                video.append_data(np.full(shape, 60 * int(i / fps), np.uint8))
+    out = tmp_path / "out.gif"
+    animation.main(animation.Options(out, (tmp_path / "left.mp4", tmp_path / "right.mp4"), start=(0.0, 1.0)))
+    with Image.open(out) as gif:
+        frames = []
+        for k in range(gif.n_frames):
+            gif.seek(k)
+            frames += [np.array(gif.convert("RGB"))] * round(gif.info["duration"] / 100)
+    assert frames[0].shape == (240, 320 + animation.GAP + 183, 3) and 19 <= len(frames) <= 20
+    for k in (5, 15):  # the middle of a second; the right one began a second later
+        assert abs(int(frames[k][120, 100, 0]) - 60 * (k // 10)) < 12 and abs(int(frames[k][120, 400, 0]) - 60 * (k // 10 + 1)) < 12
