@@ -48,7 +48,7 @@ def flags_in(text: str) -> set[str]:
 
 
 def known_flags() -> set[str]:
-    """Of our programs, of torchrun and, by hand, of docker, pip and tensorboard."""
+    """Of our programs, of torchrun and, by hand, of docker, pip, pytest and tensorboard."""
     options = [dummy_sampler.Options, evaluate.Options, *(module.Args for module in VARIANTS.values())]
     names = {field.name for one in options for field in fields(one)}
     for path in (ROOT / "benchmark").rglob("*.py"):
@@ -56,7 +56,7 @@ def known_flags() -> set[str]:
     flags = {name.replace("_", "-") for name in names}
     torchrun = {flag.removeprefix("--") for action in get_args_parser()._actions for flag in action.option_strings}
     carry = flags_in((ROOT / "carry.py").read_text())
-    return flags | {f"no-{flag}" for flag in flags} | torchrun | carry | {"help", "shm-size", "index-url", "no-deps", "logdir"}
+    return flags | {f"no-{flag}" for flag in flags} | torchrun | carry | {"help", "shm-size", "index-url", "no-deps", "durations", "logdir"}
 
 
 def test_its_beginning_is_short():
