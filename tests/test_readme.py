@@ -133,13 +133,13 @@ def test_its_table_of_features():
             assert set(re.findall(r"`(\w+)`", more)) == have(lambda module: module.Args.rnn_type != "none")
 
 
-def test_loading_a_policy(run, tmp_path):
-    r = run("--experiment", "my_run", "--num-workers", "0", "--num-envs-per-worker", "2", "--hidden-size", "32", "--device", "cpu",
-            "--total-timesteps", "130", "--train-dir", str(tmp_path / "train_dir"))  # fmt: skip
-    assert r.wait(120) == 0
+def test_loading_a_policy(tmp_path):
+    folder = tmp_path / "train_dir" / "my_run"
+    args = appo_doom.Args(num_workers=0, num_envs_per_worker=2, hidden_size=32, device="cpu", total_timesteps=130)
+    assert appo_doom.train(args, folder) == 0
     (tmp_path / "blobs").mkdir()  # a download is a folder of links
-    for i, path in enumerate(sorted(path for path in (tmp_path / "train_dir" / "my_run").rglob("*") if path.is_file())):
-        link = tmp_path / "snapshot" / path.relative_to(tmp_path / "train_dir" / "my_run")
+    for i, path in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+        link = tmp_path / "snapshot" / path.relative_to(folder)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(path.replace(tmp_path / "blobs" / str(i)))
     (code,) = blocks("python")
