@@ -7,7 +7,8 @@
     python benchmark/collect.py throughput OUT.json FOLDER...   # the same beside the ceiling in FOLDER.json
     python benchmark/collect.py population OUT.csv FOLDER   # the exchanges of a run of appo_pbt_doom.py
 
-A folder's name is the run's: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves, FAMILY_GAMES_ROUND for throughput.
+A folder's name is the name of the run: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves,
+FAMILY_GAMES_ROUND for throughput.
 
 Seconds of a curve count from a run's first line of log to each report, so they include the start of the games; CleanRL's count from its
 first episode. Rates leave out the first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its
@@ -89,9 +90,10 @@ def read_sample_factory(folder: Path) -> list[tuple[float, int, float | None]]:
 
 
 def read_cleanrl(folder: Path) -> list[tuple[float, int, float]]:
-    """The mean return of the last 100 episodes at the end of each, as in ours; CleanRL writes each episode's. Seconds count from the first."""
+    """The mean return of the last 100 episodes, at the end of each: CleanRL writes the return of each. Seconds count from the first."""
     points = read_events(folder, "charts/episodic_return", "charts/episodic_return")
-    return [(seconds, step, statistics.mean(point[2] for point in points[max(0, i - 99) : i + 1])) for i, (seconds, step, _) in enumerate(points)]
+    returns = [value for _, _, value in points]
+    return [(seconds, step, statistics.mean(returns[max(0, i - 99) : i + 1])) for i, (seconds, step, _) in enumerate(points)]
 
 
 def read(folder: Path):
@@ -118,70 +120,85 @@ def read_population(folder: Path) -> list[dict]:
     return [rows[key] for key in sorted(rows)]
 
 
-def main() -> None:
-    kind, out, folders = sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]]
-    if kind == "population":
-        rows = read_population(folders[0])
-        with open(out, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        return
-    if kind == "curves" or "/" in kind:
-        rows = []
+def write_population(out: Path, folder: Path) -> None:
+    rows = read_population(folder)
+    with open(out, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def curve_of(folder: Path, tag: str) -> list[tuple]:
+    if tag != "curves":
+        return read_events(folder, tag, tag)
+    return read_cleanrl(folder) if (folder / "runs").exists() else read(folder)
+
+
+def write_curves(out: Path, folders: list[Path], tag: str) -> None:
+    with open(out, "w", newline="") as file:
+        file.write(f"# {json.dumps(machine_and_engines())}\n")
+        writer = csv.writer(file)
+        writer.writerow(["run", "seconds", "step", "return"])
         for folder in folders:
-            if kind != "curves":
-                points = read_events(folder, kind, kind)
-            else:
-                points = read_cleanrl(folder) if (folder / "runs").exists() else read(folder)
-            for seconds, step, value in points:
-                if value is not None:
-                    rows.append([folder.name, round(seconds, 1), step, round(value, 2)])
-        with open(out, "w", newline="") as file:
-            file.write("# " + json.dumps(machine_and_engines()) + "\n")
-            csv.writer(file).writerows([["run", "seconds", "step", "return"], *rows])
-        return
-    rates, unit = {}, "steps_per_second" if kind == "steps" else "frames_per_second"
-    for folder in folders:
-        if (folder / "rate.json").exists():  # taken by pufferlib_atari.py or, of the games alone, by dummy_sampler.py
-            rate = json.loads((folder / "rate.json").read_text())
-            if "results" in rate:
-                rate = {unit: round(rate["results"][0]["frames_per_second"] / (rate["frameskip"] if kind == "steps" else 1))}
-            rates[folder.name] = rate
-            continue
-        points = read(folder)  # of which only those count at which steps were new: a batch may take many seconds
-        points = [point for last, point in pairwise([(0.0, 0, None), *points]) if point[1] > last[1]]
-        points = [point for point in points if point[0] >= points[0][0] + 20]
-        (begin, first, _), (end, last, _) = points[0], points[-1]
-        rate = (1 if kind == "steps" else 4) * (last - first) / (end - begin)
-        rates[folder.name] = {unit: round(rate), "window_seconds": round(end - begin)}
-    if kind == "throughput":
-        table = {}
-        for folder in folders:
-            ceiling = json.loads(folder.with_suffix(".json").read_text())["results"][0]
-            family, games, _ = folder.name.split("_")
-            used = json.loads((folder / "cfg.json").read_text())["resolved"]
-            row = dict(family=family, workers=ceiling["workers"], envs_per_worker=int(games), training=[], ceiling=[])
-            row |= {name: used[name] for name in ("device", "precision", "batch_size")}
-            row = table.setdefault((family, int(games)), row)
-            row["training"].append(rates[folder.name]["frames_per_second"])
-            row["ceiling"].append(ceiling["frames_per_second"])
-        rows = [table[key] for key in sorted(table)]
-        text = ",\n  ".join(json.dumps(row) for row in rows)
-        out.write_text(f'{{"machine": {json.dumps(machine_and_engines())},\n "frames_per_second": [\n  {text}\n]}}\n')
-        print(text)
-        return
-    systems = {}
+            points = [point for point in curve_of(folder, tag) if point[2] is not None]
+            writer.writerows([folder.name, round(seconds, 1), step, round(value, 2)] for seconds, step, value in points)
+
+
+def rate_of(folder: Path, unit: str) -> dict[str, int]:
+    frames_of_step = 1 if unit == "steps_per_second" else 4
+    if (folder / "rate.json").exists():  # taken by pufferlib_atari.py or, of the games alone, by dummy_sampler.py
+        rate = json.loads((folder / "rate.json").read_text())
+        if "results" in rate:
+            rate = {unit: round(rate["results"][0]["frames_per_second"] / (rate["frameskip"] if frames_of_step == 1 else 1))}
+        return rate
+    points = read(folder)  # of which only those count at which steps were new: a batch may take many seconds
+    points = [point for last, point in pairwise([(0.0, 0, None), *points]) if point[1] > last[1]]
+    points = [point for point in points if point[0] >= points[0][0] + 20]
+    (begin, first, _), (end, last, _) = points[0], points[-1]
+    return {unit: round(frames_of_step * (last - first) / (end - begin)), "window_seconds": round(end - begin)}
+
+
+def write_rates(out: Path, folders: list[Path], unit: str) -> None:
+    rates, systems = {folder.name: rate_of(folder, unit) for folder in folders}, {}
     for name, rate in rates.items():
         systems.setdefault(name.rsplit("_", 1)[0], []).append(rate[unit])
-    medians = {name: statistics.median(values) for name, values in systems.items()}
-    ratios = {}  # of ours to each peer of the same family
-    for name, value in medians.items():
+    medians, ratios = {name: statistics.median(values) for name, values in systems.items()}, {}
+    for name, value in medians.items():  # of ours to each peer of the same family
         ours = f"{name.split('_')[0]}_ours"
         if name != ours and ours in medians:
             ratios[name] = round(medians[ours] / value, 2)
     out.write_text(json.dumps(dict(machine=machine_and_engines(), medians=medians, ratios=ratios, runs=rates), indent=2) + "\n")
     print(json.dumps(dict(medians=medians, ratios=ratios)))
+
+
+def write_throughput(out: Path, folders: list[Path]) -> None:
+    table = {}
+    for folder in folders:
+        ceiling = json.loads(folder.with_suffix(".json").read_text())["results"][0]
+        family, games, _ = folder.name.split("_")
+        used = json.loads((folder / "cfg.json").read_text())["resolved"]
+        row = dict(family=family, workers=ceiling["workers"], envs_per_worker=int(games), training=[], ceiling=[])
+        row |= {name: used[name] for name in ("device", "precision", "batch_size")}
+        row = table.setdefault((family, int(games)), row)
+        row["training"].append(rate_of(folder, "frames_per_second")["frames_per_second"])
+        row["ceiling"].append(ceiling["frames_per_second"])
+    text = ",\n  ".join(json.dumps(table[key]) for key in sorted(table))
+    out.write_text(f'{{"machine": {json.dumps(machine_and_engines())},\n "frames_per_second": [\n  {text}\n]}}\n')
+    print(text)
+
+
+def main() -> None:
+    kind, out, folders = sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]]
+    if kind == "population":
+        write_population(out, folders[0])
+    elif kind == "throughput":
+        write_throughput(out, folders)
+    elif kind in ("rates", "steps"):
+        write_rates(out, folders, "steps_per_second" if kind == "steps" else "frames_per_second")
+    elif kind == "curves" or "/" in kind:
+        write_curves(out, folders, kind)
+    else:
+        sys.exit(f"error: {kind}: curves, rates, steps, throughput, population, or the tag of a metric")
 
 
 if __name__ == "__main__":
