@@ -123,7 +123,7 @@ def learning_table() -> str:
         span = " to ".join(f"{end:,.{0 if goal > 100 else 1}f}" for end in sorted({min(ends), max(ends)}))
         peer = [f"{name}: {'; '.join(when(reached(lines, goal)))}" for name, lines in peer_curves(peers[:1], goal).items()] or [""]
         rows.append([f"`{flags}`", f"{goal:,}", *when(reached(seeds, goal)), f"{span} ({length / 1e6:.2g}M)", *peer])
-    return table(["command", "goal", "steps to it", "time to it", "return at the end (steps)", "a peer to the goal"], rows)
+    return table(["command", "goal", "steps to it", "time to it", "return at the end (steps)", "a peer: steps; time"], rows)
 
 
 def half_hour() -> dict[str, np.ndarray]:
