@@ -23,7 +23,6 @@ MARKS = re.findall(r"<!-- table: (\w+) -->", "".join(TEXTS.values()))
 def test_tables_are_those_of_the_raw_results(name):
     assert plot.with_tables(TEXTS[name]) == TEXTS[name], "python benchmark/plot.py writes them"
     assert TEXTS[name].count("<!-- table: ") == TEXTS[name].count("<!-- end -->")
-    assert [line for line in TEXTS[name].splitlines() if len(line) > 140] == []
 
 
 def test_every_table_stands_once():
@@ -38,13 +37,6 @@ def test_every_result_is_shown_or_named():
     assert set(re.findall(r"results/(\w+\.\w+)", ALL)) <= files
     assert {name for name in files if name.endswith(".png")} == set(plot.FIGURES)
     assert [name for name in plot.FIGURES if f"(results/{name})" not in ALL] == []
-
-
-def test_links_lead_somewhere():
-    for path in plot.DOCUMENTS:
-        for file, anchor in re.findall(r"\]\(([\w./]*)#([\w-]+)\)", path.read_text()):
-            headings = re.findall(r"^#+ (.*)$", (path.parent / file if file else path).read_text(), re.M)
-            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, (path.name, anchor)
 
 
 def test_both_layouts_of_curves(tmp_path):
