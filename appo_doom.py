@@ -137,7 +137,7 @@ class Args:
     cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
     sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
     actor_timeout: float = 120.0
-    """seconds that a step of an actor's environments may take, and the start of each of them; an actor that takes
+    """seconds that a step of an actor's environments may take, and the start of each one; an actor that takes
     longer (as after Ctrl-Z) counts as hung, and another takes its place; 0: no limit"""
     inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
     learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
@@ -201,7 +201,7 @@ class Scenario(NamedTuple):
 
     wad: str
     buttons: tuple[str, ...]  # in the engine's order
-    heads: tuple[int, ...]  # one of size n is a no-op and n-1 consecutive buttons, or n values of a *_DELTA button
+    heads: tuple[int, ...]  # a head of size n is a no-op and n-1 consecutive buttons, or n values of a *_DELTA button
     time_limit: float = 2100
     reward_scale: float = 1.0
     measurements: bool = False  # 23 numbers beside the image
@@ -265,7 +265,7 @@ exec setpriv --pdeathsig KILL sh -c '[ $PPID = {os.getpid()} ] && exec "$@"' - {
 
 
 def unlink_shared_memory() -> None:
-    """That of this process's engines, once they have opened it: without a name it goes with the processes, however they
+    """The shared memory of our engines, once they have opened it: without a name it goes with them, however they
     end. Only an engine that dies while it starts, alone or with its actor, leaves its file behind, 3 MiB at most."""
     for line in open("/proc/self/maps"):
         if "/dev/shm/ViZDoom" in line and "(deleted)" not in line:
@@ -292,7 +292,7 @@ class DoomEnv(gym.Env):
         self.game.set_window_visible(False)
         self.game.set_doom_config_path(os.devnull)  # else every engine writes a _vizdoom.ini where it is started
         self.game.set_available_game_variables([getattr(vizdoom.GameVariable, name) for name in VARIABLES])
-        # presses[h][a] is what value a of head h does to its buttons, which follow those of the head before
+        # presses[h][a] is what value a of head h does to its buttons, which follow the buttons of the head before
         self.presses, buttons = [], self.game.get_available_buttons()
         for n in self.scenario.heads:
             delta = buttons[0].name.endswith("_DELTA")  # degrees per tic, as in Sample Factory's battle
@@ -317,7 +317,7 @@ class DoomEnv(gym.Env):
             getattr(self.game, f"set_{name}")(value)
 
     def setup_own(self, cfg_path: str) -> None:
-        """A user's scenario: its buttons are one head (no-op or one of them), a delta button is a head of 11 values."""
+        """A user's scenario: its buttons are one head (no-op or a button), a delta button is a head of 11 values."""
         try:
             self.game.load_config(cfg_path)
         except Exception as error:
@@ -344,7 +344,7 @@ class DoomEnv(gym.Env):
         return self.observation(), {}
 
     def observation(self):
-        """A fresh observation of the engine's state. It has none when the game has ended: black; no loss uses this."""
+        """A fresh observation of the engine's state. After the game's end there is none: black; no loss uses it."""
         state = self.game.get_state()
         self.screen = state.screen_buffer if state else np.zeros(SCREEN, np.uint8)
         self.variables = state.game_variables.clip(min=0) if state else self.variables
@@ -400,7 +400,7 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     vectors: one alone, or several in a Dict. In every step's `info` there may be `raw_reward`, a float that scores
     are sums of; `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life; and what
     else EPISODE names. Actors cannot start processes of multiprocessing (AsyncVectorEnv). ENV_SHARED_MEMORY is 0 for
-    those without engines.
+    environments without engines.
     """
     envs = [lambda: DoomEnv(args.env_id, args.frameskip, args.cfg_path)] * num_envs
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
@@ -414,7 +414,7 @@ class Spaces(NamedTuple):
 
 
 def by_name(observation) -> dict:
-    """An observation, or the space of one, as a dict: one that is no dict becomes {"obs": it}."""
+    """An observation, or its space, as a dict: what is no dict becomes {"obs": it}."""
     return dict(observation) if isinstance(observation, (dict, gym.spaces.Dict)) else dict(obs=observation)
 
 
@@ -442,7 +442,7 @@ def spaces_of(args: Args) -> Spaces:
 # === Mailbox and rollouts =============================================================================================
 
 
-# What is summed over each episode, and reported as the mean of the last 100 of them: the environment's own reward, the
+# What is summed over each episode, and reported as the mean over the last 100: the environment's own reward, the
 # reward as it is trained on, and 1 a step. A name of your own, added here, is summed over the environment's info[name].
 EPISODE = ("episodic_return", "episodic_return_trained", "episodic_length")
 
@@ -473,7 +473,7 @@ class Mailbox:
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
 
     def arrays(self) -> SimpleNamespace:
-        """The same memory as NumPy arrays: indexing is much cheaper than torch's."""
+        """The same memory as NumPy arrays, whose indexing is much cheaper than torch's."""
         arrays = {name: field.numpy() for name, field in vars(self).items() if name != "obs"}
         return SimpleNamespace(obs={name: part.numpy() for name, part in self.obs.items()}, **arrays)
 
@@ -516,7 +516,7 @@ def slots_needed(args: Args) -> int:
 
 
 def fields_of(memory: Mailbox | Rollouts) -> list:
-    """All its tensors and arrays."""
+    """All tensors and arrays of the memory."""
     return [*memory.obs.values(), *(field for name, field in vars(memory).items() if name != "obs")]
 
 
@@ -528,7 +528,7 @@ def mebibytes(memory: Mailbox | Rollouts) -> float:
 
 
 def moments(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """x [N, ...] -> N, and over these the mean and the variance [...]."""
+    """x [N, ...] -> N, and the mean and the variance over N [...]."""
     n = len(x)
     mean = x.sum(0) / n
     return n, mean, (x - mean).square_().sum(0) / n
@@ -538,7 +538,7 @@ class Normalizer(nn.Module):
     """Running mean and variance of every element of an input, in float32; clips to +-5, as Sample Factory 2 does."""
 
     def __init__(self, shape: tuple[int, ...], unit: float, dtype: torch.dtype = torch.float32):
-        """dtype: of a normalised image. In its encoder's own type it need not be cast after. Floats stay float32."""
+        """dtype: of a normalised image; in the encoder's own type it need not be cast again. Floats stay float32."""
         super().__init__()
         self.unit, self.dtype = unit, dtype
         self.register_buffer("count", torch.zeros(()))
@@ -562,7 +562,7 @@ class Normalizer(nn.Module):
     @torch.no_grad()
     def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
         """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
-        Raises FloatingPointError, and changes neither, where they would not be finite."""
+        Raises FloatingPointError, and changes nothing, where statistics would not be finite."""
         n, mean, var = moments(x[valid].float() / self.unit)  # waits for the device, as `Learner.step` has just done
         if n == 0:
             return
@@ -587,7 +587,7 @@ def init_layer(layer: nn.Module) -> nn.Module:
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride) and a layer of `hidden_size`, ELU: that of the
+    """Convolutions 32/8/4, 64/4/2, 128/3/2 (channels, kernel, stride) and a layer of `hidden_size`, ELU: as in the
     Sample Factory paper."""
 
     def __init__(self, space: gym.spaces.Box, args: Args):
@@ -616,11 +616,11 @@ class Agent(nn.Module):
     All images and vectors that the environment's space and observation have are inputs. A network of your own has these
     two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `reduced`
     (modules whose weights act in bfloat16), `forward` and `update_normalizers`; each parameter has a gradient, buffers
-    are updated in place, and nothing depends on `train()`. The flags of this one: normalize_input, rnn_type,
+    are updated in place, and nothing depends on `train()`. Flags of this network: normalize_input, rnn_type,
     hidden_size, precision.
 
     To forbid actions, set their logits to -inf in `forward`, by a mask among the observations (`obs[NAME] == 0`). Each
-    head must keep one, also at an episode's last observation.
+    head must keep one action, also at an episode's last observation.
     """
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -847,7 +847,7 @@ class WorkerEnvs:
 
     def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
         """mailbox: its arrays."""
-        random.seed(seed)  # for environments that draw from these: forked actors would all have the same numbers
+        random.seed(seed)  # else forked actors would all draw the same numbers from these generators
         np.random.seed(seed)
         torch.manual_seed(seed)
         S = args.worker_num_splits
@@ -872,7 +872,7 @@ class WorkerEnvs:
         observation, reward, terminated, truncated, info = envs.step(action)
         self.write(r, observation)
         raw_reward = info.get("raw_reward", reward)
-        if raw_reward.dtype.kind != "f":  # Gymnasium gives those of all environments the type of the first one's
+        if raw_reward.dtype.kind != "f":  # Gymnasium gives all environments' values the type of the first
             raise TypeError(f"raw_reward must be a float, not {raw_reward.dtype}")
         if not np.isfinite(reward).all():
             raise ValueError(f"a reward is not finite: {reward}")
@@ -894,7 +894,7 @@ class WorkerEnvs:
             envs.close()
 
 
-DIED = b"\xff"  # instead of the number of a split: what follows is the traceback of what an actor dies of
+DIED = b"\xff"  # instead of a split's number: the traceback of a dying actor follows
 
 
 def read_splits(pipe) -> bytes:
@@ -912,7 +912,7 @@ def write_splits(pipe, splits: bytes) -> None:
 
 def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
     """An actor. A byte that it writes to its pipe says that the rows of that split are written. A byte that it reads
-    says that the actions of that split are. The end of the pipe is the end of the run, or of the main process. If it
+    says that the split's actions are written. The end of the pipe is the end of the run, or of the main process. If it
     dies of an exception, it sends the traceback. Where a library crashed, or hung until the timer ran out, it writes to
     stderr."""
     seconds = 0.0  # no timer
@@ -920,7 +920,7 @@ def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox
         if args.actor_timeout:
             seconds = args.actor_timeout + worker / 10  # actors that hang together: one stack after another
         faulthandler.enable()
-        faulthandler.register(signal.SIGALRM, chain=True)  # chain: then the signal does what it always does, and kills
+        faulthandler.register(signal.SIGALRM, chain=True)  # chain: after that the signal kills, as always
         os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
         if core is not None:
             os.sched_setaffinity(0, {core})  # engines inherit it: both talk twice a tic, cheapest on one core
@@ -1031,7 +1031,7 @@ class Inference:
             for source in self.mailbox.obs.values():
                 error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
                 torch.cuda.check_error(int(error))
-        # The last finished ones, as EPISODE says. Checkpoints keep them: the episodes that end first after a resume are
+        # The last finished episodes, see EPISODE. Checkpoints keep them: the episodes that end first after a resume are
         # short ones, whose mean could pass for a best return.
         self.episodes: deque[list[float]] = deque(maxlen=100)
         self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
@@ -1049,7 +1049,7 @@ class Inference:
     def unpin(self) -> None:
         """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
         if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # what has broken CUDA is the error to be shown, and raised already
+            with contextlib.suppress(RuntimeError):  # the error that broke CUDA has been raised, and is shown
                 torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
             for source in self.mailbox.obs.values():
                 torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
@@ -1072,7 +1072,7 @@ class Inference:
     @torch.inference_mode()
     def serve(self, groups: list[int]) -> list[int]:
         """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
-        returns those. The others wait: the caller tries them again when slots are free."""
+        returns these groups. The others wait: the caller tries them again when slots are free."""
         filled = [group for group in groups if self.t[group] == self.args.rollout]
         if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
             self.store(filled)
@@ -1101,7 +1101,7 @@ class Inference:
         slots = np.concatenate([self.filling[group] for group in groups])
         first = arrays.first[rows]
         rollouts.first[t, slots] = first
-        later = t > 0  # at t = 0 reward and flag belong to the slot before, which has them
+        later = t > 0  # at t = 0 reward and flag belong to the slot before, where they are already
         before = (t[later] - 1, slots[later])  # index of the action that they followed
         rollouts.rewards[before] = arrays.reward[rows[later]]
         rollouts.terminated[before] = arrays.terminated[rows[later]]
@@ -1146,7 +1146,7 @@ class Inference:
 
 
 class Learner:
-    """Takes FULL slots, those of an iteration at a time, and improves the policy."""
+    """Takes the FULL slots of one iteration at a time, and improves the policy."""
 
     def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
         self.args, self.agent, self.inference, self.device = args, agent, inference, device
@@ -1160,7 +1160,7 @@ class Learner:
         self.deadline = np.inf  # when the time is up
 
     def load(self, checkpoint: dict) -> None:
-        """All but the weights, which the agent has already."""
+        """Loads all but the weights, which the agent has already."""
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
         self.best_return = checkpoint["best_return"]
@@ -1187,7 +1187,7 @@ class Learner:
         return None
 
     def learning_rate(self) -> float:
-        """Of the next iteration."""
+        """The learning rate of the next iteration."""
         left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
         return self.args.learning_rate * left
 
@@ -1231,7 +1231,7 @@ class Learner:
         return len(lags), too_old, int(lags.sum()), int(lags.max(initial=0))
 
     def gather(self, slots: np.ndarray, version: int) -> Batch:
-        """Copies slots out of the rollouts. version: the learner's when it took them, from which lags are counted."""
+        """Copies slots out of the rollouts. version: the learner's when it took the slots; lags are counted from it."""
         r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
         obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
         on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
@@ -1265,7 +1265,7 @@ class Learner:
         return None
 
     def update_statistics(self, slots: np.ndarray, valid: np.ndarray) -> None:
-        """Those of the inputs, by a quarter of the iteration's steps, drawn at random: neighbours hardly differ."""
+        """From a quarter of the iteration's steps, drawn at random: neighbours hardly differ."""
         times = torch.randperm(len(valid))[: max(1, len(valid) // 4)].tolist()
         d_slots = torch.from_numpy(slots).to(self.device)
         rollouts = self.inference.rollouts.obs.items()
@@ -1287,7 +1287,7 @@ def start_forkserver() -> None:
     """Starts the process that actors are forked from. It imports its modules beside this one, which saves a second."""
     mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "vizdoom"])
     # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
-    # an actor's first moment on. One that comes meanwhile is ours when we unblock.
+    # an actor's first moment on. A signal that comes meanwhile is ours when we unblock.
     multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     multiprocessing.forkserver.ensure_running()
@@ -1308,7 +1308,7 @@ class Actors:
         self.args, self.inference, self.session, self.log = args, inference, session, log
         self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
         self.selector, self.started, self.deaths = selectors.DefaultSelector(), False, 0
-        self.traceback = b""  # the one that was shown last
+        self.traceback = b""  # the last one shown
         self.selector.register(inference.bell, selectors.EVENT_READ)
         self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
         # of each worker: its actor, our end of its pipe, how often this actor has asked, how many died early in a row
@@ -1419,7 +1419,7 @@ STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal
 def on_signal(number: int, frame) -> None:
     """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
     at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
-    comes more than a second later ends this process at once, and with it actors and engines. One that comes sooner is
+    comes more than a second later ends this process at once, and with it actors and engines. A sooner one is
     taken for the first one, sent twice by a launcher; while a checkpoint is being written any is ignored."""
     STOP.asked_at = STOP.asked_at or time.monotonic()
     if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
@@ -1485,7 +1485,7 @@ def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
 
 
 def load_weights(agent: Agent, checkpoint: dict, folder: Path, args: Args) -> None:
-    """Raises UserError where they do not fit."""
+    """Raises UserError where the weights do not fit."""
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError:
@@ -1611,7 +1611,7 @@ def check_memory(args: Args, spaces: Spaces, state_size: int) -> None:
 
 
 def parse_args() -> tuple[Args, Path]:
-    """Args as typed, and the run's folder. For an experiment that exists its saved flags hold, except for those typed
+    """Args as typed, and the run's folder. An existing experiment keeps its saved flags, except for flags typed
     now. Raises UserError."""
     args = tyro.cli(Args)
     fresh = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -1708,8 +1708,8 @@ class Reporter:
 
 
 def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -> None:
-    """The learner's loop. What it has learned is saved at the end, and before an error that leaves the weights good;
-    not after one that nobody foresaw."""
+    """The learner's loop. Saves what was learned, at the end and before an error that leaves the weights good;
+    not after an error that nobody foresaw."""
     saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
     learner.deadline = np.inf if args.train_for_seconds is None else now + args.train_for_seconds
     saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones

@@ -69,7 +69,7 @@ def report(name: str, done: str, text: str) -> bool:
 
 
 def merge(edit: str, old: str, new: str, labels: tuple[str, str, str], line: str) -> str:
-    """`edit` with what changed from `old` to `new`, and with `line` as the one that says what it is a copy of."""
+    """`edit` with what changed from `old` to `new`, and with `line`, which says what it is a copy of."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in (("edit", edit), ("old", old), ("new", new)):
             Path(folder, name).write_text(ID.sub("", text), encoding="utf-8")

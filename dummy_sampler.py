@@ -127,7 +127,7 @@ def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor
 
 
 def valid_steps(envs: gym.vector.VectorEnv, actions: list):
-    """Steps the environments for ever. Generator: yields how many of them were really stepped."""
+    """Steps the environments for ever. Generator: yields how many environments were really stepped."""
     ended = np.zeros(envs.num_envs, bool)
     while True:
         for action in actions:
@@ -238,7 +238,7 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
     args.batch_size = args.num_workers * args.num_envs_per_worker * args.rollout  # slots: never a reason to wait
     inference, errors = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
     actors = appo.Actors(args, inference, session=0, log=tqdm.write)
-    received = np.zeros(2, int)  # steps, and those of them that are valid
+    received = np.zeros(2, int)  # steps, and valid steps
 
     def learner() -> None:  # nothing to learn: a full slot is free again
         while (item := inference.full.get()) is not None:

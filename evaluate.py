@@ -7,7 +7,7 @@
     python evaluate.py train_dir/duel --opponents train_dir/early        # of appo_pbt_doom.py: all against all
 
 The run's cfg.json says which file trained it. That file is imported, and gives the network and the environments, so
-this plays your own copies of it, too. What it needs of such a file: Args, saved_args, load_agent, spaces_of, Mailbox,
+this plays your own copies of it, too. A file must have Args, saved_args, load_agent, spaces_of, Mailbox,
 WorkerEnvs, sample_actions, and drawn_envs where the environments of the training cannot be drawn.
 """
 
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 @dataclass
 class Options:
-    """Plays a trained policy. All other flags are those of the file that trained it (`python FILE --help`); they change
+    """Plays a trained policy. All other flags belong to the file that trained it (`python FILE --help`); they change
     what the run was started with."""
 
     folder: tyro.conf.Positional[Path]  # the run, such as train_dir/my_run; stands before flags of the file
@@ -237,7 +237,7 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
     args, trained = replace(args, test_levels=True, **place), module.saved_args(options.folder)["env_id"]
     chosen = module.tasks_of(args)
     module.check_level(args)  # of what is played; the data sets of other tasks need not be here
-    # Environments of a task. A closed engine leaks 5 descriptors: more of them would be too many for thirty tasks.
+    # Environments of a task. A closed engine leaks 5 descriptors: with more engines, thirty tasks would need too many.
     count = 1 if options.watch else min(options.episodes, 16 if len(chosen) == 1 else 4)
     changes = dict(num_envs_per_worker=count, env_id=trained)
     agent, args, step = module.load_agent(options.folder, options.kind(), **asdict(args) | changes)
@@ -337,7 +337,7 @@ def lineups(policies: int, seats: int, options: Options) -> tuple[np.ndarray, in
         pairs = len(against)
     if options.watch:
         return np.array(table[:1]), options.episodes
-    # The same several times makes larger batches. Each of them must be played as often.
+    # Several copies of the table make larger batches. Each line-up must be played as often.
     turns = len(table) // pairs
     copies = [n for n in range(1, 16 // len(table) + 1) if options.episodes % (turns * n) == 0]
     table = np.tile(table, (max(copies, default=1), 1))
