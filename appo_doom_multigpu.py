@@ -1285,7 +1285,7 @@ class Learner:
         return None
 
     def update_statistics(self, slots: np.ndarray, valid: np.ndarray) -> None:
-        """From a quarter of the iteration's steps, drawn at random: neighbours hardly differ."""
+        """The inputs' statistics, from a random quarter of the iteration's steps: neighbours hardly differ."""
         times = torch.randperm(len(valid))[: max(1, len(valid) // 4)].tolist()
         d_slots = torch.from_numpy(slots).to(self.device)
         rollouts = self.inference.rollouts.obs.items()
