@@ -1,4 +1,11 @@
-"""All that a machine with a GPU can tell, in one go: `benchmark/gpu.sh FOLDER` writes gpu.json, gpu.md and log.txt there.
+"""All that a machine with a GPU can tell, in at most nine minutes: gpu.json, gpu.md and log.txt in FOLDER.
+
+    python benchmark/gpu.py FOLDER
+    python benchmark/gpu.py FOLDER --device cpu --num-workers 2 --num-envs-per-worker 8    # tries it without a GPU
+
+Where nothing can be installed from the network, a folder of wheels of what Python lacks there is enough:
+
+    python -m pip install --no-index --no-deps --target SITE WHEELS/*.whl && PYTHONPATH=SITE python benchmark/gpu.py FOLDER
 
 In this order, until the time is up; what is left then is named:
 

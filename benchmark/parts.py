@@ -1,25 +1,50 @@
-"""What this machine can do at most: the parts of the pipeline measured alone, and the pipeline with random actions.
+"""Where the time of a file goes: each of its parts alone, on one core.
 
-    python benchmark/parts.py --family doom --out benchmark/results/parts_doom.json     # 2 workers x 16 games
-    python benchmark/parts.py --family pbt_doom --num-envs-per-worker 4 --out benchmark/results/parts_pbt_doom.json    # matches of two
+    python benchmark/parts.py --file doom --out benchmark/results/parts_doom.json    # or atari, dmlab
+    python benchmark/parts.py --file pbt_doom --num-envs-per-worker 4 --out benchmark/results/parts_pbt_doom.json    # matches of two
+    python benchmark/parts.py --file gym --out benchmark/results/gym_parts.json
+    python benchmark/parts.py --file mujoco --out benchmark/results/mujoco_parts.json
+    python benchmark/parts.py --file replay --out benchmark/results/replay_parts.json
+    python benchmark/parts.py --file dmlab --env-id seekavoid_arena_01 --games 1 4 16 32 --out benchmark/results/games_dmlab.json
 
-`bare` is one pinned process per worker that does nothing but step its games and prepare their images: `make_action`, the screen and
-the resize for Doom, `pool.step` and the four copies for Atari. `dummy` is the loop of dummy_sampler.py in the same processes, over the
-same games: ten steps of the one, ten of the other, by the clock, so that the machine's moods meet both. `random` is actors, mailbox,
-pipes, inference thread and rollouts with random actions, in alternation with these processes. Shares are of the `bare` in the same round.
+In all files `act` (inference) is one batch of inference, `gather` copies a batch for the learner out of the rollouts, `learn` is the
+optimiser step with it and `vtrace` its part in that, a learning `iteration` all that the learner does with an iteration's rollouts. They
+work on random numbers, in one thread and in turn; times are medians, of a sample. gpu.py has the same under PyTorch's profiler, for a GPU.
+
+Doom, Atari and DeepMind Lab: `bare` is one pinned process per worker that does nothing but step its games and prepare their images:
+`make_action`, the screen and the resize for Doom, `pool.step` and the four copies for Atari. `dummy` is the loop of dummy_sampler.py in the
+same processes, over the same games: ten steps of the one, ten of the other, by the clock, so that the machine's moods meet both. `random`
+is actors, mailbox, pipes, inference thread and rollouts with random actions, in alternation with these processes. Shares are of the `bare`
+in the same round. With --games instead the dummy sampler's rate, and the memory of a worker, with each of these numbers of games.
 
 Of matches (pbt_doom) only `bare` and `dummy` are measured. There `bare` is a thread for each player, since engines wait for each other:
 `set_action`, `advance_action` tic by tic, the screen and the resize. It has the variant's barrier before each tic: without, the engines
 hang after a few hundred tics.
+
+Gymnasium and MuJoCo: the environments in this process, with and without what an actor does beside; and both threads at once. On MuJoCo
+`act` and `learn` with (both) run in two threads without actors, and have their CPU time, too; on Gymnasium they are timed in runs of three
+windows.
+
+Replay (milliseconds): `act` without replay, with the logits stored (uniform), and with the features, too (elite); `gather` and `learn`
+without what is replayed and with it. `choose` is all of `Learner.choose_replayed` at the beginning of a run, with six candidates for each
+one that is replayed; `distances 24` is what these cost, whose every fourth state the network sees again.
+
+Takes a minute with Gymnasium, MuJoCo and replay, on 2 cores some 6 with the others and their default windows. Nothing else may run beside
+it.
 """
 
 import ctypes
 import importlib
 import json
+import multiprocessing
 import os
+import re
 import statistics
 import sys
+import tempfile
+import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,26 +55,116 @@ import torch
 import torch.multiprocessing as mp
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+from collect import machine_and_engines  # noqa: E402
+
 import dummy_sampler  # noqa: E402
+
+ENVIRONMENTS = dict(gym=("CartPole-v1", "LunarLander-v3", "minigrid:MiniGrid-Empty-8x8-v0"), mujoco=("HalfCheetah-v5", "Ant-v5"))
+BOTH = 32, 512  # environments and samples of the two threads, on MuJoCo: the defaults
 
 
 @dataclass
 class Options:
     out: Path
-    """JSON file for the results"""
-    family: Literal["doom", "atari", "dmlab", "pbt_doom"] = "doom"
-    """which variant"""
-    env_id: str | None = None
-    """environment; default: benchmark for doom, Breakout-v5 for atari, dmlab_benchmark for dmlab, duel for pbt_doom"""
+    """JSON file for the result"""
+    file: Literal["doom", "atari", "dmlab", "pbt_doom", "gym", "mujoco", "replay"] = "doom"
+    """which one: appo_doom.py, appo_atari_replay.py for replay, ..."""
+    env_id: tuple[str, ...] = ()
+    """environment; several for gym and mujoco. Default: benchmark for doom, Breakout-v5 for atari, dmlab_benchmark for
+    dmlab, duel for pbt_doom"""
     num_workers: int = 2
-    """processes, each pinned to a core"""
+    """processes with games, each pinned to a core"""
     num_envs_per_worker: int = 16
     """games per process"""
-    seconds: float = 8.0
-    """length of a window"""
-    repeats: int = 3
+    games: tuple[int, ...] = ()
+    """instead: frames/s of the dummy sampler and memory of a worker, with each of these numbers of games per process"""
+    seconds: float = 4.0
+    """length of a window with games"""
+    repeats: int = 10
     """windows of each kind, in alternation"""
+    rounds: int = 60
+    """how often each part is timed, in alternation"""
+    sizes: tuple[int, ...] = (8, 16, 32, 64, 128)
+    """on MuJoCo: numbers of environments"""
+    batches: tuple[int, ...] = (256, 512, 1024, 2048)
+    """on MuJoCo: numbers of samples"""
+    device: str = "cpu"
+    """of the network"""
+
+
+# ---- the parts of every file
+
+
+def build(appo, env_id: str, device: str, **flags):
+    """A learner with its inference, whose rollouts and mailbox are full of random numbers."""
+    args = appo.resolve(appo.Args(env_id=env_id, device=device, **flags))
+    torch.manual_seed(0)
+    spaces, device = appo.spaces_of(args), torch.device(args.device)
+    agent = appo.Agent(spaces, args).to(device)
+    learner = appo.Learner(args, agent, appo.Inference(args, spaces, agent, device), device)
+    r = learner.inference.rollouts
+    for field in (*learner.inference.mailbox.obs.values(), *r.obs.values()):
+        if field.dtype == torch.uint8:
+            field.random_(0, 255)
+        elif field.is_floating_point():
+            field.normal_()
+    for name in ("actions", "gaussians", "logits", "features"):  # of which some files do not have all
+        if (field := getattr(r, name, None)) is not None and field.is_floating_point():
+            field.normal_()
+    r.logprobs.fill_(-1.4), r.values.fill_(0.0)
+    r.rewards[:], learner.version = 0, 1  # with version 0 the first iteration only begins the inputs' statistics
+    return learner
+
+
+def acting(inference):
+    """One batch of inference with all rows."""
+    groups = list(range(len(inference.t)))
+
+    @torch.inference_mode()
+    def act() -> None:
+        for group in groups:
+            inference.t[group], inference.filling[group] = 1, np.arange(group * inference.size, (group + 1) * inference.size)
+        inference.act(groups)
+
+    return act
+
+
+def learning(appo, learner, samples: int) -> dict:
+    """Name -> (samples, function)."""
+    slots = np.arange(samples // learner.args.rollout)
+    batch = learner.gather(slots, learner.version)
+    ones = torch.ones_like(batch.rewards)
+    values = torch.zeros(len(ones) + 1, ones.shape[1], device=ones.device)
+    last_epoch = [True] * (learner.update.__code__.co_argcount - 2)  # an argument where values have units of their own
+    return {
+        f"gather {samples}": (samples, lambda: learner.gather(slots, learner.version)),
+        f"learn {samples}": (samples, lambda: learner.update(batch, *last_epoch)),
+        f"vtrace {samples}": (samples, lambda: appo.vtrace(ones, values, ones, ones, batch.mask, 1.0, 1.0, 0.95)),
+    }
+
+
+def iteration(learner) -> tuple:
+    """All that the learner does with the rollouts of an iteration: (samples, function)."""
+    args, slots = learner.args, learner.inference.rollouts.first.shape[1]
+    count = args.num_batches_per_epoch * args.batch_size // args.rollout
+    return count * args.rollout, lambda: learner.iterate(np.random.permutation(slots)[:count])
+
+
+def timed(parts: dict, options: Options, unit: float = 1e6) -> dict[str, float]:
+    """Medians of rounds in which each part is done once, for a sample. parts: name -> (samples, function)"""
+    times = {name: [] for name in parts}
+    for _ in range(options.rounds):
+        for name, (samples, function) in parts.items():
+            start = time.perf_counter()
+            function()
+            if options.device != "cpu":
+                torch.cuda.synchronize()
+            times[name].append(unit * (time.perf_counter() - start) / samples)
+    return {name: statistics.median(values[options.rounds // 6 :]) for name, values in times.items()}
+
+
+# ---- games in processes of their own: Doom, Atari, DeepMind Lab
 
 
 def doom_steps(envs, actions):
@@ -131,15 +246,15 @@ def match_steps(envs, actions):
             yield valid
 
 
-def bare_worker(family: str, args, core: int, counters, barrier) -> None:
+def bare_worker(file: str, args, core: int, counters, barrier) -> None:
     """Body of a process. counters: shared, float64 [2, 2], (valid steps, seconds) of the bare loop and of the dummy sampler's."""
-    appo = importlib.import_module(f"appo_{family}")
+    appo = importlib.import_module(f"appo_{file}")
     dummy_sampler.set_up_process(core)
     envs, counters = appo.make_envs(args, args.num_envs_per_worker), counters.numpy()
     envs.reset(seed=1000 * core)
     envs.action_space.seed(core)
     actions = [envs.action_space.sample() for _ in range(500)]
-    bare_steps = {"doom": doom_steps, "atari": atari_steps, "dmlab": lab_steps, "pbt_doom": match_steps}[family]
+    bare_steps = dict(doom=doom_steps, atari=atari_steps, dmlab=lab_steps, pbt_doom=match_steps)[file]
     loops = bare_steps(envs, actions), dummy_sampler.valid_steps(envs, actions)
     barrier.wait()
     while True:
@@ -149,7 +264,7 @@ def bare_worker(family: str, args, core: int, counters, barrier) -> None:
             counter += valid, time.perf_counter() - start
 
 
-def bare(options: Options, appo, args) -> list[float]:
+def bare(options: Options, args) -> list[float]:
     """Frames/s of the bare loops and of the dummy sampler's."""
     context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
     counters = torch.zeros(args.num_workers, 2, 2, dtype=torch.float64).share_memory_()
@@ -157,10 +272,10 @@ def bare(options: Options, appo, args) -> list[float]:
     workers = []
     try:
         for counter, core in zip(counters, cores * args.num_workers):
-            workers.append(context.Process(target=bare_worker, args=(options.family, args, core, counter, barrier), daemon=True))
+            workers.append(context.Process(target=bare_worker, args=(options.file, args, core, counter, barrier), daemon=True))
             workers[-1].start()
         barrier.wait(timeout=120)  # raises when a worker has died
-        time.sleep(2)
+        time.sleep(min(2, options.seconds))
         before = counters.clone()
         time.sleep(2 * options.seconds)
         steps, seconds = (counters - before).unbind(-1)
@@ -171,69 +286,227 @@ def bare(options: Options, appo, args) -> list[float]:
             worker.join()
 
 
-def network(appo, args) -> dict[str, float]:
-    """Milliseconds per sample on one thread: acting at several batch sizes, and learning."""
-    spaces, device, args.batch_size = appo.spaces_of(args), torch.device("cpu"), 1024
-    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # glibc keeps freed memory, as in `train`
-        ctypes.CDLL(None).mallopt(option, value)
-    torch.set_num_threads(1)
-    agent = appo.Agent(spaces, args)
-    inference = appo.Inference(args, spaces, agent, device)
-    rollouts = inference.rollouts
-    rollouts.obs["obs"].random_(0, 255)
-    for field, value in ((rollouts.logprobs, -2.2), (rollouts.values, 0.0)):
-        field.fill_(value)
-    rollouts.rewards[:] = 0
-    learner = appo.Learner(args, agent, inference, device)
-    result = {}
-
-    def median(repeats: int, function) -> float:
-        times = []
-        for _ in range(repeats + 3):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-        return 1000 * statistics.median(times[3:])
-
-    with torch.inference_mode():
-        for n in (8, 16, 32, 64):
-            inputs = (
-                {name: part[:1, :n].contiguous() for name, part in rollouts.obs.items()},
-                torch.zeros(1, n, dtype=torch.bool),
-                torch.zeros(n, agent.state_size),
-            )
-            result[f"inference, batch {n}"] = median(30, lambda: agent(*inputs, [0])) / n
-    result["learning, batch 1024"] = median(8, lambda: learner.iterate(np.random.permutation(rollouts.first.shape[1])[:32])) / 1024
-    return result
-
-
-def main() -> None:
-    options = tyro.cli(Options)
-    sampling = dummy_sampler.Options(family=options.family, env_id=options.env_id, num_workers=options.num_workers,
-                                     num_envs_per_worker=options.num_envs_per_worker, window=options.seconds, windows=1,
-                                     warm_up=2.0)  # fmt: skip
-    appo, args = dummy_sampler.variant(sampling)
-    if options.family != "pbt_doom" and not isinstance(appo.make_envs(args, 1).single_action_space, gym.spaces.Discrete):
+def with_games(options: Options, appo, args, sampling) -> dict:
+    """Games in processes of their own, and the network."""
+    if options.file != "pbt_doom" and not isinstance(appo.make_envs(args, 1).single_action_space, gym.spaces.Discrete):
         sys.exit(f"error: {args.env_id} has several heads of actions; the bare loop presses one button at a time")
-    result = dict(machine=dummy_sampler.machine(), command=dummy_sampler.command(), env_id=args.env_id, workers=args.num_workers,
-                  envs_per_worker=args.num_envs_per_worker)
-    rates, matches = dict(bare=[], dummy=[], random=[]), options.family == "pbt_doom"
+    rates, matches = dict(bare=[], dummy=[], random=[]), options.file == "pbt_doom"
     for _ in range(options.repeats):
-        for kind, rate in zip(rates, bare(options, appo, args)):
+        for kind, rate in zip(rates, bare(options, args)):
             rates[kind].append(round(rate))
         if not matches:
             rates["random"].append(dummy_sampler.pipeline(sampling, appo, args, null=False)["frames_per_second"])
     shares = {kind: [round(b / a, 3) for a, b in zip(rates["bare"], rates[kind])] for kind in ("dummy", "random")}
-    result["frames_per_second"], result["shares"] = rates, shares
+    result = dict(frames_per_second=rates, shares=shares)
     if matches:
-        print(json.dumps(result, indent=2))
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
-        return
-    times = {name: round(value, 3) for name, value in network(appo, args).items()}
-    result["milliseconds_per_sample"] = times
-    result["simulation_milliseconds"] = round(1000 * args.num_workers * args.frameskip / statistics.median(rates["bare"]), 3)
-    total = result["simulation_milliseconds"] + times["inference, batch 16"] + times["learning, batch 1024"]
-    result["estimate_frames_per_second"] = round(len(os.sched_getaffinity(0)) * args.frameskip * 1000 / total)
+        return result
+    parts = {}
+    for n in (8, 16, 32, 64):
+        learner = build(appo, args.env_id, options.device, num_workers=1, num_envs_per_worker=n, batch_size=1024)
+        parts[f"inference, batch {n}"] = n, acting(learner.inference)
+    for name, part in learning(appo, learner, 1024).items():
+        parts[name.replace(" ", ", batch ")] = part
+    parts["learning, batch 1024"] = iteration(learner)
+    times = {name: round(value, 3) for name, value in timed(parts, options, unit=1000).items()}
+    simulation = round(1000 * args.num_workers * args.frameskip / statistics.median(rates["bare"]), 3)
+    total = simulation + times["inference, batch 16"] + times["learning, batch 1024"]
+    together = round(len(os.sched_getaffinity(0)) * args.frameskip * 1000 / total)
+    return result | dict(milliseconds_per_sample=times, simulation_milliseconds=simulation, estimate_frames_per_second=together)
+
+
+def numbers_of_games(options: Options, appo, args, sampling) -> list[dict]:
+    """The dummy sampler with several numbers of games, and the resident memory of its largest worker."""
+    results = []
+    for args.num_envs_per_worker in options.games:
+        most, over = [0], threading.Event()
+
+        def watch(most=most, over=over) -> None:
+            while not over.wait(0.5):
+                for worker in multiprocessing.active_children():
+                    status = Path(f"/proc/{worker.pid}/status")
+                    resident = re.search(r"VmRSS:\s+(\d+)", status.read_text()) if status.exists() else None
+                    most[0] = max(most[0], int(resident[1]) // 1024 if resident else 0)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            results.append(dummy_sampler.ceiling(sampling, appo, args))
+        finally:
+            over.set()
+            thread.join()
+        results[-1]["resident_mib_of_a_worker"] = most[0]
+    return results
+
+
+# ---- environments in this process: Gymnasium, MuJoCo
+
+
+def worker_of(appo, learner):
+    worker = appo.WorkerEnvs(learner.args, 0, learner.inference.arrays, seed=1)
+    worker.reset(0)
+    return worker
+
+
+def gym_parts(options: Options, appo, env_id: str) -> dict[str, float]:
+    """Microseconds a step."""
+    env = appo.gym.make(env_id)
+    env.reset(seed=1)
+    choices = [env.action_space.sample() for _ in range(16)]
+
+    def alone() -> None:
+        for action in choices:
+            if any(env.step(action)[2:4]):
+                env.reset()
+
+    learners = {n: build(appo, env_id, options.device, num_workers=1, num_envs_per_worker=n) for n in (16, 32)}
+    worker, arrays = worker_of(appo, learners[16]), learners[16].inference.arrays
+    parts = {
+        "environments alone, as gymnasium.make gives them": (16, alone),
+        "SyncVectorEnv of these as named arrays": (16, lambda: worker.splits[0].step(arrays.action[worker.rows[0]][:, 0])),
+        "WorkerEnvs.step: that, and the mailbox": (16, lambda: worker.step(0)),
+    }
+    for n, learner in learners.items():
+        parts[f"inference, {n} rows at once"] = n, acting(learner.inference)
+    learner = build(appo, env_id, options.device, num_workers=2)
+    parts |= learning(appo, learner, learner.args.batch_size) | {"learning, an iteration": iteration(learner)}
+    result = timed(parts, options)
+    worker.close()
+    for how, sync in (("in turn (--sync)", True), ("side by side", False)):
+        found = in_a_run(appo, env_id, sync, 3 * options.seconds)
+        result |= {f"{name}, in a run, {how}": microseconds for name, microseconds in found.items()}
+    return {name: round(found, 2) for name, found in result.items()}
+
+
+def in_a_run(appo, env_id: str, sync: bool, length: float) -> dict[str, float]:
+    """Microseconds a sample, by the clock, of inference and of learning in a run of `length` seconds."""
+    seconds, samples = Counter(), Counter()
+
+    def watched(cls, method: str, name: str, count) -> None:
+        function = getattr(cls, method)
+
+        def call(self, batch):
+            start = time.perf_counter()
+            result = function(self, batch)
+            seconds[name] += time.perf_counter() - start
+            samples[name] += count(self, batch)
+            return result
+
+        setattr(cls, method, call)
+
+    own = appo.Inference.act, appo.Learner.iterate
+    watched(appo.Inference, "act", "inference", lambda inference, groups: len(groups) * inference.size)
+    watched(appo.Learner, "iterate", "learning", lambda learner, slots: len(slots) * learner.args.rollout)
+    with tempfile.TemporaryDirectory() as folder:
+        args = appo.Args(env_id=env_id, num_workers=2, device="cpu", sync=sync, learner_threads=1, inference_threads=1,
+                         train_for_seconds=length, total_timesteps=10**9)  # fmt: skip
+        appo.train(args, Path(folder) / "run")
+    appo.Inference.act, appo.Learner.iterate = own
+    return {name: 1e6 * seconds[name] / samples[name] for name in seconds}
+
+
+def mujoco_parts(options: Options, appo, task: str) -> dict[str, float]:
+    """Microseconds a sample of each part, with several numbers of environments or samples."""
+    parts, inferences, workers = {}, {}, []
+    for n in options.sizes:
+        learner = build(appo, task, options.device, num_workers=1, num_envs_per_worker=n, worker_num_splits=1)
+        inferences[n], worker = learner.inference, worker_of(appo, learner)
+        workers.append(worker)
+        parts[f"act {n}"] = n, acting(learner.inference)
+        parts[f"WorkerEnvs.step {n}"] = n, lambda worker=worker: worker.step(0)
+        parts[f"pool.step {n}"] = n, lambda worker=worker: worker.splits[0].pool.step(worker.mailbox.action[worker.rows[0]])
+    for samples in options.batches:
+        learner = build(appo, task, options.device, num_workers=1, batch_size=samples, num_batches_per_epoch=1, num_epochs=1)
+        parts |= learning(appo, learner, samples)
+    result = timed(parts, options)
+    if BOTH[0] in options.sizes and BOTH[1] in options.batches:
+        result |= together(acting(inferences[BOTH[0]]), parts[f"learn {BOTH[1]}"][1], options.seconds)
+    for worker in workers:
+        worker.close()
+    return {f"{task}: {name}": round(value, 2) for name, value in result.items()}
+
+
+def together(act, learn, seconds: float) -> dict[str, float]:
+    """Acts and learns in two threads at once: microseconds of each a sample, by the clock and of a core."""
+    over, found = threading.Event(), {}
+
+    def repeat(name: str, samples: int, function) -> None:
+        torch.get_num_threads()  # else the first operation takes over the number that another thread set last
+        torch.set_num_threads(1)
+        n, wall, cpu = 0, time.perf_counter(), time.thread_time()
+        while not over.is_set():
+            function()
+            n += samples
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        found[f"{name} (both) {samples}"], found[f"{name} (both), CPU time {samples}"] = 1e6 * wall / n, 1e6 * cpu / n
+
+    threads = [threading.Thread(target=repeat, args=("act", BOTH[0], act)), threading.Thread(target=repeat, args=("learn", BOTH[1], learn))]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    over.set()
+    for thread in threads:
+        thread.join()
+    return dict(sorted(found.items()))
+
+
+# ---- replay
+
+
+def replay_parts(options: Options, appo) -> dict:
+    """Milliseconds. Both threads have the defaults of a run on two cores: 32 games, and iterations of 4 fresh and 4 replayed rollouts."""
+    learners = {}
+    for name, flags in dict(none=dict(replay_share=0.0), uniform={}, elite=dict(replay="elite")).items():
+        learners[name] = build(appo, "Breakout-v5", options.device, num_workers=2, **flags)
+        learners[name].inference.rollouts.learned_at[learners[name].kept] = 0
+    none, elite = learners["none"], learners["elite"]
+    fresh, replayed = appo.parts_of_iteration(elite.args)
+    slots = np.random.permutation(appo.slots_needed(elite.args))[:fresh]
+    both = np.concatenate([slots, elite.choose_replayed(slots[-1])])
+    candidates = np.random.permutation(elite.kept)[: round(replayed * elite.args.replay_candidates)]
+    in_batches = np.split(candidates, len(candidates) // (fresh + replayed))  # as large as a batch
+    batches = none.gather(slots, 0), elite.gather(both, 0)
+    parts = {
+        "act": acting(none.inference),
+        "act, logits stored": acting(learners["uniform"].inference),
+        "act, logits and features stored": acting(elite.inference),
+        "choose": lambda: elite.choose_replayed(slots[-1]),
+        f"distances {len(candidates)}": lambda: [elite.distances(batch, slots[-1]) for batch in in_batches],
+        "gather": lambda: none.gather(slots, 0),
+        "learn": lambda: none.update(batches[0]),
+        "gather with what is replayed": lambda: elite.gather(both, 0),
+        "learn with what is replayed": lambda: elite.update(batches[1]),
+    }
+    times = timed({name: (1, function) for name, function in parts.items()}, options, unit=1000)
+    milliseconds = {name: round(value, 2) for name, value in times.items()}
+    return dict(fresh=fresh, replayed=replayed, precision=elite.args.precision, milliseconds=milliseconds)
+
+
+def main() -> None:
+    options = tyro.cli(Options)
+    for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # glibc keeps freed memory, as in `train`
+        ctypes.CDLL(None).mallopt(option, value)
+    torch.set_num_threads(1)  # as each thread has by default on two cores
+    result = dict(machine=machine_and_engines(), command=dummy_sampler.command())
+    if options.file in ENVIRONMENTS:
+        appo, env_ids = importlib.import_module(f"appo_{options.file}"), options.env_id or ENVIRONMENTS[options.file]
+        if options.file == "gym":
+            result |= dict(rounds=options.rounds, envs={env_id: gym_parts(options, appo, env_id) for env_id in env_ids})
+        else:
+            result["microseconds"] = {}
+            for task in env_ids:
+                result["microseconds"] |= mujoco_parts(options, appo, task)
+    elif options.file == "replay":
+        result |= replay_parts(options, importlib.import_module("appo_atari_replay"))
+    else:
+        sampling = dummy_sampler.Options(family=options.file, env_id=options.env_id[0] if options.env_id else None, warm_up=2.0,
+                                         num_workers=options.num_workers, num_envs_per_worker=options.num_envs_per_worker,
+                                         window=options.seconds, windows=5 if options.games else 1)  # fmt: skip
+        appo, args = dummy_sampler.variant(sampling)
+        result |= dict(env_id=args.env_id, workers=args.num_workers, envs_per_worker=args.num_envs_per_worker)
+        if options.games:
+            result["results"] = numbers_of_games(options, appo, args, sampling)
+        else:
+            result |= with_games(options, appo, args, sampling)
     print(json.dumps(result, indent=2))
     options.out.write_text(json.dumps(result, indent=2) + "\n")
 

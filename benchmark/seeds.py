@@ -8,10 +8,11 @@
         -- python appo_doom.py --env-id battle
     python benchmark/plot.py runs/seeds    # the curves, mean and spread over seeds
 
-A setting is a string of flags without their dashes, "" is the command as it stands. An axis of the grid is a flag and its values, or flags to
-choose one from ("sync,no-sync"). Every setting is combined with every value of each axis; the first seed is trained with all combinations,
-then the next seed. At most --parallel runs go at once, each on its own share of the cores (and with its own GPU, by CUDA_VISIBLE_DEVICES;
-where there are fewer GPUs than runs they share them).
+A setting is a string of flags without their dashes, "" is the command as it stands; "NAME: FLAGS" gives it another name. An axis of the
+grid is a flag and its values, or flags to choose one from ("sync,no-sync"). Every setting is combined with every value of each axis; the
+first seed is trained with all combinations, then with each of --peers, then the next seed. A peer is "NAME: COMMAND", any program whose
+runs collect.py can read; {seed} and {folder} in it are filled in. At most --parallel runs go at once, each on its own share of the cores
+(and with its own GPU, by CUDA_VISIBLE_DEVICES; where there are fewer GPUs than runs they share them).
 
 The same line again goes on: finished runs, whose curves are in OUT, are not made again, and one that was cut off resumes; another command
 wants another --folder. A run that fails is reported with its last lines, and the others go on. Ctrl-C stops all, with checkpoints. With
@@ -25,8 +26,8 @@ Steps are compared, not minutes. Still, nothing else should run beside it: other
 from a step. OUT has the mean lag of each run.
 
 The table has, for each setting, the median of the steps to each goal (a mean raw return of the last 100 episodes) and how many of the runs
-reached it, the mean return over all steps (the area under the curve) and over the last tenth of them. Ranges are 95 % bootstrap intervals of
-the mean over seeds; of two or three seeds they are too narrow.
+reached it, the mean return over all steps (the area under the curve) and over the last tenth of them. Ranges are 95 % bootstrap intervals
+of the mean over seeds; of two or three seeds they are too narrow.
 """
 
 import csv
@@ -34,6 +35,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -58,6 +60,7 @@ class Options:
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
     settings: list[str] = field(default_factory=lambda: [""])  # flags of each setting, without dashes
     grid: list[str] = field(default_factory=list)  # "flag=value,value", combined with each other and with the settings
+    peers: list[str] = field(default_factory=list)  # "name: command" of other programs, run beside
     parallel: int = 1  # how many runs go at once
     slurm: list[str] | None = None  # hand the runs to Slurm, with these parameters, each as name=value
     goals: list[float] = field(default_factory=list)  # returns of which the table says when they were reached
@@ -66,13 +69,17 @@ class Options:
     report: bool = False  # print the table of what OUT holds, and train nothing
 
 
-def combinations(settings: list[str], grid: list[str]) -> list[str]:
-    """Every setting with every value of each axis."""
+def combinations(settings: list[str], grid: list[str]) -> dict[str, str]:
+    """Every setting with every value of each axis: its name -> its flags."""
     axes = [settings]
     for axis in grid:
         flag, _, values = axis.partition("=")
         axes.append([f"{flag}={value}" for value in values.split(",")] if values else flag.split(","))
-    return list(dict.fromkeys(" ".join(filter(None, flags)) for flags in itertools.product(*axes)))
+    found = {}
+    for setting, *more in itertools.product(*axes):
+        name, flags = re.fullmatch(r"(?:([\w.-]+):(?= |$) ?)?(.*)", setting).groups()
+        found[" ".join(filter(None, [name or flags, *more]))] = " ".join(filter(None, [flags, *more]))
+    return found
 
 
 def read_curves(out: Path) -> dict[str, dict[int, np.ndarray]]:
@@ -91,19 +98,21 @@ def commands_of(out: Path) -> dict[str, str]:
 
 
 class Run:
-    """One run: a setting with a seed."""
+    """One run: a setting, or a peer, with a seed."""
 
-    def __init__(self, command: list[str], setting: str, seed: int, folder: Path):
-        self.setting, self.seed = setting, seed
+    def __init__(self, setting: str, seed: int, folder: Path, command: list[str], peer: bool = False):
+        self.setting, self.seed, self.command = setting, seed, command
         self.name = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', setting).strip('_') or 'default'}_{seed}"
         self.folder, self.output = folder / self.name, folder / f"{self.name}.txt"
-        self.command = [*command, *(f"--{flag}" for flag in setting.split())]
-        self.place = ["--seed", str(seed), "--train-dir", str(folder), "--experiment", self.name]
+        if peer:
+            self.typed = [part.replace("{seed}", str(seed)).replace("{folder}", str(self.folder)) for part in command]
+        else:
+            self.typed = [*command, "--seed", str(seed), "--train-dir", str(folder), "--experiment", self.name]
 
     def check(self, finished: dict[str, str]) -> None:
         """Exits when another command has made or begun the run. finished: run -> command"""
         before = finished.get(self.name)
-        if (self.folder / "cfg.json").exists() and self.output.exists():
+        if self.folder.exists() and self.output.exists():
             begun = [line[2:] for line in self.output.read_text().splitlines() if line.startswith("$ ")]
             before = before or (begun[-1] if begun else None)
         if before not in (None, " ".join(self.command)):
@@ -111,18 +120,19 @@ class Run:
 
     def start(self, options: Options, share: int, executor) -> None:
         """Resumed if it was cut off; on share number `share` of this machine or, with an executor, on Slurm."""
-        command = self.command + self.place
         with open(self.output, "a") as output:
             print("$", *self.command, file=output)
         if executor:
-            self.process = Job(executor.submit(execute, command, str(self.output)))
+            self.process = Job(executor.submit(execute, self.typed, str(self.output)))
             return
         cores = sorted(os.sched_getaffinity(0))
         environment = os.environ | gpus(share, options.parallel)
         try:
             os.sched_setaffinity(0, part(cores, share, options.parallel))  # which the run inherits
             with open(self.output, "a") as output:
-                self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
+                self.process = subprocess.Popen(
+                    self.typed, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+                )
         finally:
             os.sched_setaffinity(0, cores)
 
@@ -131,9 +141,11 @@ class Run:
         points = [(round(seconds, 1), step, round(value, 3)) for seconds, step, value in read(self.folder) if value is not None]
         if not points:
             raise ValueError("no episode was over")
-        resolved = json.loads((self.folder / "cfg.json").read_text())["resolved"]
-        lag = statistics.mean(lag for _, _, lag in read_events(self.folder, "charts/SPS", "lag/mean"))
-        about = dict(run=self.name, command=" ".join(self.command), precision=resolved.get("precision", "float32"), lag=round(lag, 2))
+        about = dict(run=self.name, command=" ".join(self.command))
+        if (self.folder / "cfg.json").exists():  # one of ours
+            resolved = json.loads((self.folder / "cfg.json").read_text())["resolved"]
+            lag = statistics.mean(lag for _, _, lag in read_events(self.folder, "charts/SPS", "lag/mean"))
+            about |= dict(precision=resolved.get("precision", "float32"), lag=round(lag, 2))
         about |= machine_and_engines()
         new = not out.exists()
         with open(out, "a", newline="") as file:
@@ -201,7 +213,11 @@ def executor_for(parameters: list[str], folder: Path):
 
 def train(command: list[str], options: Options, out: Path) -> int:
     """Makes the runs that OUT does not have. Returns the number of those that failed."""
-    runs = [Run(command, setting, seed, options.folder) for seed in options.seeds for setting in combinations(options.settings, options.grid)]
+    peers, runs = dict(peer.split(": ", 1) for peer in options.peers), []
+    for seed in options.seeds:
+        for setting, flags in combinations(options.settings, options.grid).items():
+            runs.append(Run(setting, seed, options.folder, [*command, *(f"--{flag}" for flag in flags.split())]))
+        runs += [Run(name, seed, options.folder, shlex.split(peer), peer=True) for name, peer in peers.items()]
     finished, failed = commands_of(out), 0
     for run in runs:
         run.check(finished)

@@ -3,6 +3,9 @@
 # Usage: sample_factory.sh SECONDS ENV SEED FOLDER [further flags of its own]     ENV: doom_benchmark, atari_breakout, ...
 # Needs its own virtual environment, whose python is in $SF_PYTHON (envpool 0.9.0 is the newest that works with its gymnasium):
 #   python -m venv .venv-sf && .venv-sf/bin/pip install torch==2.13.0 sample-factory==2.1.1 vizdoom envpool==0.9.0 'gym==0.26.2' 'shimmy<1'
+# and another for MuJoCo:
+#   python -m venv .venv-sf-mujoco && .venv-sf-mujoco/bin/pip install torch==2.13.0 sample-factory==2.1.1 gymnasium==0.29.1 mujoco==2.3.3 \
+#       imageio 'numpy<2'
 set -euo pipefail
 seconds=$1 env=$2 seed=$3 folder=$(realpath -m "$4")
 shift 4
@@ -22,7 +25,8 @@ case $env in
              flags=(--use_rnn=True --recurrence=32 --num_envs_per_worker=16 --worker_num_splits=2
                     --encoder_conv_architecture=resnet_impala --dmlab_use_level_cache=False --decorrelate_envs_on_one_worker=False) ;;
     mujoco_*) module=sf_examples.mujoco.train_mujoco   # its own recipe, but for the number of workers
-              flags=(--env_frameskip=1 --rollout=64 --num_batches_per_epoch=4 --num_epochs=2 --num_envs_per_worker=8 --worker_num_splits=2) ;;
+              flags=(--env_frameskip=1 --rollout=64 --num_batches_per_epoch=4 --num_epochs=2 --num_envs_per_worker=8
+                     --worker_num_splits=2) ;;
 esac
 start() {
     rm -rf "${folder:?}"   # else it resumes

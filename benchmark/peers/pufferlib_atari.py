@@ -1,12 +1,23 @@
 """PufferLib 3.0.0's trainer on Breakout on a CPU: 32 games, rollouts of 32, batches of 1,024, one epoch, Nature CNN, Adam.
 
-    python benchmark/pufferlib_atari.py FOLDER SECONDS MODE THREADS
+    python benchmark/peers/pufferlib_atari.py FOLDER SECONDS MODE THREADS
 
 The games are those of appo_atari.py (EnvPool, lives as episodes), as a native environment of PufferLib. MODE: `async`, two workers of 16
 games, and the network acts for one while the other steps (PufferLib's default); `serial`, both in the main process; `native`, one pool of
-32 there, with two of EnvPool's threads. THREADS: of PyTorch in the main process. Writes rate.json into FOLDER: frames/s after the first 20 s.
-What its trainer does differently: advantages are GAE without a bootstrap at the end of a rollout, losses are weighted by priority, acting
-and learning alternate. Installation: see peers_pufferlib.sh.
+32 there, with two of EnvPool's threads. THREADS: of PyTorch in the main process. Writes rate.json into FOLDER: frames/s after the first 20
+s. What its trainer does differently: advantages are GAE without a bootstrap at the end of a rollout, losses are weighted by priority,
+acting and learning alternate.
+
+Installation, with its trainer but without its own games, whose build downloads a graphics library:
+
+    python -m venv .venv-puffer; PATH=$PWD/.venv-puffer/bin:/usr/bin:/bin   # a CUDA compiler on the PATH would be used
+    pip install torch==2.13.0 'numpy<2' 'Cython>=3' setuptools wheel pybind11
+    pip download --no-deps --no-build-isolation --no-binary pufferlib --no-clean pufferlib==3.0.0
+        # fails, but leaves the source unpacked in pip's temporary folder. In its setup.py `c_extension_paths = []` must stand
+        # beside `c_extensions = []`. Then, in that folder:
+    NO_OCEAN=1 pip install --no-build-isolation --no-deps .
+    pip install torch==2.13.0 'numpy<2' 'gym<=0.23' 'gymnasium<=0.29.1' 'pettingzoo<=1.24.1' 'shimmy[gym-v21]' psutil pynvml rich \\
+        rich_argparse imageio pyro-ppl heavyball envpool==1.2.5
 """
 
 import contextlib
