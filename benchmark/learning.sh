@@ -32,12 +32,12 @@ train() {  # "SEEDS" CSV flags of seeds.py, then -- and a command. A run that fa
     [ $code -le 1 ] || exit $code   # it was stopped
     [ $code = 0 ] || failed=1
 }
-table() {  # as train: the CSV file in results/ has a column of settings
+table() {  # as train, and the CSV file is a result
     train "$@"
     run cp "$out/$2" "$results"
 }
-curves() {  # CSV [TAG]: the one in results/ has a column of runs, as collect.py makes it of all runs in FOLDER
-    run python benchmark/collect.py "${2:-curves}" "$results/$1" "$out"/*_[0-9]
+collect() {  # curves|TAG CSV: a result of all runs in FOLDER
+    run python benchmark/collect.py "$1" "$results/$2" "$out"/*_[0-9]
 }
 peer() {  # NAME SECONDS ENV flags: Sample Factory, for seeds.py
     echo "$1: benchmark/peers/sample_factory.sh $2 $3 {seed} {folder}${4:+ ${*:4}}"
@@ -68,56 +68,49 @@ soak() {  # PID CSV: memory, files and processes of the training that PID starts
 
 # The goal is a mean return of 75. Needs SF_PYTHON. Expected: ours within 100,000 steps.
 basic() {  # ViZDoom's basic, three seeds of ours and of Sample Factory: 25 minutes
-    train "$three" curves.csv --goals 75 --settings ours: --peers "$(peer sf 330 doom_basic)" -- python appo_doom.py --env-id basic \
-        --total-timesteps 160000
-    curves learning_basic.csv
+    table "$three" learning_basic.csv --goals 75 --settings ours: --peers "$(peer sf 330 doom_basic)" -- python appo_doom.py \
+        --env-id basic --total-timesteps 160000
 }
 
 # To lay beside `basic`. Expected: 75 within 120,000 steps, later than without --sync.
 sync() {  # basic with --sync, three seeds: 7 minutes
-    train "$three" curves.csv --goals 75 --settings "sync: sync batch-size=1024" -- python appo_doom.py --env-id basic \
+    table "$three" sync.csv --goals 75 --settings "sync: sync batch-size=1024" -- python appo_doom.py --env-id basic \
         --total-timesteps 160000
-    curves sync.csv
 }
 
 # Three seeds of each in alternation, then two more of ours, and one of Sample Factory with our learning rate. Needs SF_PYTHON. In float32.
 battle() {  # battle beside Sample Factory: 3.5 hours
     local ours=(--settings ours: -- python appo_doom.py --env-id battle --total-timesteps 650000)
-    train "$three" curves.csv --goals 10 --peers "$(peer sf 1790 doom_battle)" "${ours[@]}"
-    train "${SEEDS:-4 5}" curves.csv --goals 10 "${ours[@]}"
-    train "$one" curves.csv --goals 10 --peers "$(peer sf-4e-4 1790 doom_battle --learning_rate=4e-4)" "${ours[@]}"
-    curves learning_battle.csv
+    table "$three" learning_battle.csv --goals 10 --peers "$(peer sf 1790 doom_battle)" "${ours[@]}"
+    table "${SEEDS:-4 5}" learning_battle.csv --goals 10 "${ours[@]}"
+    table "$one" learning_battle.csv --goals 10 --peers "$(peer sf-4e-4 1790 doom_battle --learning_rate=4e-4)" "${ours[@]}"
 }
 
 # The published run is seed 1 of `battle`, resumed. Expected: 30 kills, or 23, after 12 million frames.
 battle_long() {  # battle for 17.4 million frames: 2.2 hours
-    train "$one" curves.csv --goals 20 28 30 --settings ours: -- python appo_doom.py --env-id battle --total-timesteps 4350000
-    curves learning_battle_long.csv
+    table "$one" learning_battle_long.csv --goals 20 28 30 --settings ours: -- python appo_doom.py --env-id battle --total-timesteps 4350000
 }
 
 # With the learning rate of an early default; and the soak: memory of the main process, and of it and all its descendants (shared pages are
 # counted in each), file descriptors and /dev/shm, once a minute. Expected: a return of 10 after 1.2 million steps.
 defend() {  # defend_the_center, 2 million steps at 1e-4, and memory over time: 50 minutes
-    { train "$one" curves.csv --settings ours: -- python appo_doom.py --env-id defend_the_center --learning-rate 1e-4 \
+    { table "$one" learning_defend.csv --settings ours: -- python appo_doom.py --env-id defend_the_center --learning-rate 1e-4 \
         --total-timesteps 2000000; exit $failed; } &
     [ -n "${DRY_RUN:-}" ] || soak $! "$out/soak.csv"
     wait $!
-    curves learning_defend.csv
     run cp "$out/soak.csv" "$results"
 }
 
 # Beside CleanRL's published curve of ppo_atari_envpool.py (results/cleanrl_pong.csv, read off the figure in its documentation).
 # Expected: a mean return of 18 after 1 to 2 million steps.
 pong() {  # Pong, default flags and (shorter) without normalised pixels: 50 minutes
-    train "$one" curves.csv --goals 18 --settings "ours: total-timesteps=2000000" "plain: total-timesteps=360000 no-normalize-input" \
-        -- python appo_atari.py --env-id Pong-v5
-    curves learning_pong.csv
+    table "$one" learning_pong.csv --goals 18 --settings "ours: total-timesteps=2000000" \
+        "plain: total-timesteps=360000 no-normalize-input" -- python appo_atari.py --env-id Pong-v5
 }
 
 # Beside CleanRL's, too. Expected: a mean return of 200 after about 3 million steps, 340 at the end.
 breakout() {  # Breakout, 6 million steps: 2 hours
-    train "$one" curves.csv --goals 200 --settings ours: -- python appo_atari.py --env-id Breakout-v5 --total-timesteps 6000000
-    curves learning_breakout.csv
+    table "$one" learning_breakout.csv --goals 200 --settings ours: -- python appo_atari.py --env-id Breakout-v5 --total-timesteps 6000000
 }
 
 # The agents of `battle_long` and of 1.8 million steps of Breakout.
@@ -135,14 +128,13 @@ dmlab_level=(python appo_dmlab.py --env-id rooms_collect_good_objects_train --en
 
 # Expected: a return of 5 after 300,000 steps.
 dmlab() {  # rooms_collect_good_objects_train, and with --sync: 3 hours
-    train "$one" curves.csv --goals 5 --settings "ours: total-timesteps=1000000" "sync: total-timesteps=500000 sync" -- "${dmlab_level[@]}"
-    curves learning_dmlab.csv
+    table "$one" learning_dmlab.csv --goals 5 --settings "ours: total-timesteps=1000000" "sync: total-timesteps=500000 sync" -- \
+        "${dmlab_level[@]}"
 }
 
 dmlab_last_action() {  # the last action and reward as inputs of the core, and without: 30 minutes
-    train "$one" curves.csv --goals 5 --settings "ours: no-last-action-reward" "last-action: last-action-reward" -- "${dmlab_level[@]}" \
-        --total-timesteps 500000
-    curves last_action_dmlab.csv
+    table "$one" last_action_dmlab.csv --goals 5 --settings "ours: no-last-action-reward" "last-action: last-action-reward" -- \
+        "${dmlab_level[@]}" --total-timesteps 500000
 }
 
 # In one of the tasks objects that are rarely found are worth +1 and -1, in the other ones are frequent and tens are to be had.
@@ -150,7 +142,7 @@ dmlab_popart() {  # two tasks at once, with and without PopArt: 75 minutes
     local task tasks=(rooms_collect_good_objects_train rooms_exploit_deferred_effects_train)
     train "$one" curves.csv --settings ours: "no-popart: no-normalize-returns" -- python appo_dmlab.py --env-id "${tasks[0]},${tasks[1]}" \
         --encoder convnet --batch-size 1024 --total-timesteps 500000
-    for task in "${tasks[@]}"; do curves "popart_$task.csv" "tasks/$task/episodic_return"; done
+    for task in "${tasks[@]}"; do collect "tasks/$task/episodic_return" "popart_$task.csv"; done
 }
 
 # One setting changed at a time. Expected: the learning rate matters most; at 4e-4, the default, no other setting leads.
@@ -198,11 +190,10 @@ core_bfloat16() {  # battle and basic (LSTM) with the core in bfloat16 and in fl
     for seed in $three; do
         for core in bfloat16 float32; do
             [ $core = float32 ] && file=$before/appo_doom.py || file=appo_doom.py
-            train "$seed" curves.csv --settings "${core}_core_battle: env-id=battle total-timesteps=600000" \
+            table "$seed" core_bfloat16.csv --settings "${core}_core_battle: env-id=battle total-timesteps=600000" \
                 "${core}_lstm_basic: env-id=basic rnn-type=lstm total-timesteps=110000" -- python "$file"
         done
     done
-    curves core_bfloat16.csv
 }
 
 # Two ranks beside one process with the same games and the same samples in an update; and one, two and four small ranks, whose samples add
@@ -281,7 +272,7 @@ mujoco() {  # five MuJoCo tasks, three million steps and one million: 50 minutes
 # Needs CLEANRL and CLEANRL_PYTHON, installed for MuJoCo.
 mujoco_cleanrl() {  # a million steps of HalfCheetah with CleanRL: 16 minutes
     run benchmark/peers/cleanrl.sh ppo_continuous_action.py HalfCheetah-v4 1000000 1 "$out/cleanrl_1"
-    curves cleanrl_mujoco.csv
+    collect curves cleanrl_mujoco.csv
 }
 
 # With eight epochs, so that the learner is the slower side and what is ahead of it waits.
@@ -333,6 +324,6 @@ ROWS
         -- python appo_mujoco.py --total-timesteps 1000000
 }
 
-run mkdir -p "$out"
+run mkdir -p "$out" "$results"
 "$name"
 exit $failed

@@ -142,10 +142,9 @@ pufferlib() {  # Breakout beside PufferLib's trainer: 9 minutes
 }
 
 # `benchmark` (GRU-512) and Breakout (Nature CNN), inputs normalised, rollout 32, batch 1024, one epoch, with more and more games a worker,
-# and a worker for each core; beside each the same games with random actions. Figure 3 and table 1 of the Sample Factory paper are the
-# models; its figures are in results/paper_throughput.csv. Expected on 2 cores: training at 13 to 40 % of the games alone, as the network
-# takes the rest. Two rounds were published. WORKERS=16 for fewer workers than cores, GAMES="8 16 32 64", BATCH= for the batch that the
-# files choose by themselves.
+# and a worker for each core; beside each the same games with random actions. Expected on 2 cores: training at 13 to 40 % of the games
+# alone, as the network takes the rest. Two rounds were published. WORKERS=16 for fewer workers than cores, GAMES="8 16 32 64", BATCH= for
+# the batch that the files choose by themselves.
 throughput() {  # training and the games alone, with 4 to 32 games a worker: 30 minutes
     local games family env_id workers=${WORKERS:-$(env -u OMP_NUM_THREADS nproc)} batch=${BATCH-1024}
     for games in ${GAMES:-4 8 16 32}; do
@@ -230,7 +229,7 @@ dmlab_games() {  # the games of DeepMind Lab alone, and their memory, with 1 to 
     run python benchmark/parts.py --file dmlab --env-id seekavoid_arena_01 --games 1 4 16 32 --out "$results/games_dmlab.json"
 }
 
-run mkdir -p "${out%/*}"
+run mkdir -p "${out%/*}" "$results"
 run mkdir "$out"   # an error when it exists: old runs would be resumed
 [ -z "${DRY_RUN:-}" ] || rounds=1
 for round in $(seq "$rounds"); do
