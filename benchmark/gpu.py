@@ -15,9 +15,9 @@ In this order, until the time is up; what is left then is named:
 * one batch of inference and one iteration of the learner under PyTorch's profiler: launches, copies, waits, time of the GPU;
 * float32 instead of bfloat16, and one split instead of two.
 
-A training's figures are taken between its third and its last report, from some 15 s after the start of training on. "Steps games" is frames/s
-divided by the dummy sampler's: the share of their time in which actors step games. "GPU busy" is the share of the time in which, by
-nvidia-smi, any kernel ran. Everything that fails is named in the results, and the rest goes on.
+A training's figures are taken between its third and its last report, from some 15 s after the start of training on. "Steps games" is
+frames/s divided by the dummy sampler's: the share of their time in which actors step games. "GPU busy" is the share of the time in which,
+by nvidia-smi, any kernel ran. Everything that fails is named in the results, and the rest goes on.
 """
 
 import contextlib

@@ -48,7 +48,7 @@ cleanrl() {  # NAME SCRIPT ENV_ID STEPS flags
 }
 stable_baselines3() {  # NAME ENV_ID flags
     new "$1"
-    run "${SB3_PYTHON:-python}" benchmark/peers/stable_baselines3.py "$2" "$round" --folder "$folder" "${@:3}"
+    run "${SB3_PYTHON:-python}" benchmark/peers/stable_baselines3_ppo.py "$2" "$round" --folder "$folder" "${@:3}"
 }
 pufferlib_trainer() {  # NAME MODE THREADS
     new "$1"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -85,8 +86,37 @@ def test_a_grid_side_by_side(tmp_path):
 
 
 def test_combinations():
-    assert seeds.combinations(["", "x=0"], ["a=1,2", "sync,no-sync"])[:5] == ["a=1 sync", "a=1 no-sync", "a=2 sync", "a=2 no-sync", "x=0 a=1 sync"]
-    assert seeds.combinations(["", "x=0"], []) == ["", "x=0"]
+    found = seeds.combinations(["", "x=0"], ["a=1,2", "sync,no-sync"])
+    assert list(found)[:5] == ["a=1 sync", "a=1 no-sync", "a=2 sync", "a=2 no-sync", "x=0 a=1 sync"]
+    assert all(name == flags for name, flags in found.items())
+    assert seeds.combinations(["", "x=0"], []) == {"": "", "x=0": "x=0"}
+    assert seeds.combinations(["ours:", "plain: x=0 y"], []) == {"ours": "", "plain": "x=0 y"}
+    assert seeds.combinations(["plain: x=0"], ["env-id=my:A,B"]) == {"plain env-id=my:A": "x=0 env-id=my:A", "plain env-id=B": "x=0 env-id=B"}
+    assert seeds.combinations(["env-id=my:A"], []) == {"env-id=my:A": "env-id=my:A"}
+
+
+def test_a_peer_in_the_table(tmp_path, monkeypatch):
+    """Each seed of ours is followed by the peer's; a run of Sample Factory's is what collect.py reads. The same line again makes nothing."""
+    peer, ours = tmp_path / "peer.sh", tmp_path / "ours.sh"
+    peer.write_text("""#!/bin/bash
+mkdir -p $3/sf
+echo '{"env": "doom_basic", "env_frameskip": 4}' > $3/sf/config.json
+echo "[2026-11-26 10:00:00,000][1] Begin
+[2026-11-26 10:00:10,000][1] Total num frames: 4000
+[2026-11-26 10:00:10,000][1] Avg episode reward: [(0, '$2.5')]" > $3/out.txt
+echo "sf $1 $2" >> order
+""")
+    ours.write_text('echo "ours $*" >> order; exit 1\n')
+    monkeypatch.chdir(tmp_path)
+    options = seeds.Options(seeds=[1, 2], settings=["ours: x=0"], folder=tmp_path / "runs", out=tmp_path / "out.csv")
+    options.peers = [f"sf: bash {peer} 'a word' {{seed}} {{folder}}"]
+    assert seeds.train(["bash", str(ours)], options, options.out) == 2, "neither of ours has succeeded"
+    order = [line.split(" --seed")[0] for line in Path("order").read_text().splitlines()]
+    assert order == ["ours --x=0", "sf a word 1", "ours --x=0", "sf a word 2"]
+    curves = seeds.read_curves(options.out)
+    assert {seed: points.tolist() for seed, points in curves["sf"].items()} == {1: [[10, 1000, 150]], 2: [[10, 1000, 250]]}
+    options.settings = []
+    assert seeds.train([], options, options.out) == 0 and len(Path("order").read_text().splitlines()) == 4
 
 
 def test_shares_of_a_machine(monkeypatch):

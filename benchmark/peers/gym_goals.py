@@ -6,8 +6,8 @@
 
 A goal is a mean return of 100 episodes. Seconds are those of the whole command, imports and start of the actors included; ours are of a
 copy of the file that reports four times a second instead of every five seconds. `bare` is a loop over the SyncVectorEnv of one worker with
-random actions, in one process; the pipeline has two such workers, but learning and inference take most of two cores. stable_baselines3.py
-says how the peer is installed; ours needs box2d and minigrid, too. Nothing else may run beside it.
+random actions, in one process; the pipeline has two such workers, but learning and inference take most of two cores.
+stable_baselines3_ppo.py says how the peer is installed; ours needs box2d and minigrid, too. Nothing else may run beside it.
 """
 
 import json
@@ -73,7 +73,7 @@ def ours(env_id: str, seed: int, steps: int, goal: float, more: list[str]) -> di
 
 def stable_baselines3(python: str, env_id: str, seed: int, *flags: str) -> dict:
     start = time.perf_counter()
-    command = [python, str(HERE / "stable_baselines3.py"), env_id, str(seed), *flags]
+    command = [python, str(HERE / "stable_baselines3_ppo.py"), env_id, str(seed), *flags]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
     return found | dict(seconds=time.perf_counter() - start)
 

@@ -85,9 +85,11 @@ class Policy(nn.Module):
 def main() -> None:
     torch.set_num_threads(threads)
     config = pufferlib.pufferl.load_config("default")["train"]
-    config |= dict(env="breakout", device="cpu", data_dir=str(folder), total_timesteps=10**9, batch_size=GAMES * ROLLOUT, bptt_horizon=ROLLOUT,
-                   minibatch_size=GAMES * ROLLOUT, update_epochs=1, optimizer="adam", learning_rate=2.5e-4, adam_beta1=0.9, adam_eps=1e-5,
-                   gae_lambda=0.95, gamma=0.99, clip_coef=0.1, ent_coef=0.01, vf_coef=0.5, max_grad_norm=0.5)  # fmt: skip
+    config |= dict(
+        env="breakout", device="cpu", data_dir=str(folder), total_timesteps=10**9, batch_size=GAMES * ROLLOUT, bptt_horizon=ROLLOUT,
+        minibatch_size=GAMES * ROLLOUT, update_epochs=1, optimizer="adam", learning_rate=2.5e-4, adam_beta1=0.9, adam_eps=1e-5,
+        gae_lambda=0.95, gamma=0.99, clip_coef=0.1, ent_coef=0.01, vf_coef=0.5, max_grad_norm=0.5,
+    )  # fmt: skip
     half = functools.partial(Pool, GAMES // WORKERS)
     if mode == "native":
         games = Pool(GAMES, threads=2)

@@ -1,6 +1,6 @@
 """Stable-Baselines3's PPO on a CPU:
 
-    python stable_baselines3.py ENV_ID SEED [--folder FOLDER] [--steps N] [--epochs N] [--goal RETURN]
+    python stable_baselines3_ppo.py ENV_ID SEED [--folder FOLDER] [--steps N] [--epochs N] [--goal RETURN]
 
 ENV_ID and settings: a game of ALE (BreakoutNoFrameskip-v4) with those of CleanRL's ppo_atari_envpool.py; a MuJoCo task (HalfCheetah-v4)
 with the defaults and eight environments; or one that ZOO has. FOLDER gets TensorBoard events, time/fps among them. With a goal it ends when
