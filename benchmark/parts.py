@@ -21,9 +21,8 @@ Of matches (pbt_doom) only `bare` and `dummy` are measured. There `bare` is a th
 `set_action`, `advance_action` tic by tic, the screen and the resize. It has the variant's barrier before each tic: without, the engines
 hang after a few hundred tics.
 
-Gymnasium and MuJoCo: the environments in this process, with and without what an actor does beside; and both threads at once. On MuJoCo
-`act` and `learn` with (both) run in two threads without actors, and have their CPU time, too; on Gymnasium they are timed in runs of three
-windows.
+Gymnasium and MuJoCo (microseconds): `environments` is what make_envs returns, stepped in this process, `worker` that and all else that an
+actor does. `act` and `iteration` are also timed, by the clock, in runs of three windows: there the two threads share Python's lock.
 
 Replay (milliseconds): `act` without replay, with the logits stored (uniform), and with the features, too (elite); `gather` and `learn`
 without what is replayed and with it. `choose` is all of `Learner.choose_replayed` at the beginning of a run, with six candidates for each
@@ -61,7 +60,6 @@ from collect import machine_and_engines  # noqa: E402
 import dummy_sampler  # noqa: E402
 
 ENVIRONMENTS = dict(gym=("CartPole-v1", "LunarLander-v3", "minigrid:MiniGrid-Empty-8x8-v0"), mujoco=("HalfCheetah-v5", "Ant-v5"))
-BOTH = 32, 512  # environments and samples of the two threads, on MuJoCo: the defaults
 
 
 @dataclass
@@ -75,8 +73,8 @@ class Options:
     dmlab, duel for pbt_doom"""
     num_workers: int = 2
     """processes with games, each pinned to a core"""
-    num_envs_per_worker: int = 16
-    """games per process"""
+    num_envs_per_worker: int | None = None
+    """games per process. Default: the file's own"""
     games: tuple[int, ...] = ()
     """instead: frames/s of the dummy sampler and memory of a worker, with each of these numbers of games per process"""
     seconds: float = 4.0
@@ -85,10 +83,6 @@ class Options:
     """windows of each kind, in alternation"""
     rounds: int = 60
     """how often each part is timed, in alternation"""
-    sizes: tuple[int, ...] = (8, 16, 32, 64, 128)
-    """on MuJoCo: numbers of environments"""
-    batches: tuple[int, ...] = (256, 512, 1024, 2048)
-    """on MuJoCo: numbers of samples"""
     device: str = "cpu"
     """of the network"""
 
@@ -117,9 +111,9 @@ def build(appo, env_id: str, device: str, **flags):
     return learner
 
 
-def acting(inference):
-    """One batch of inference with all rows."""
-    groups = list(range(len(inference.t)))
+def acting(inference, groups: list[int] | None = None):
+    """One batch of inference with the rows of these groups, or with all rows."""
+    groups = groups or list(range(len(inference.t)))
 
     @torch.inference_mode()
     def act() -> None:
@@ -341,44 +335,33 @@ def numbers_of_games(options: Options, appo, args, sampling) -> list[dict]:
 # ---- environments in this process: Gymnasium, MuJoCo
 
 
-def worker_of(appo, learner):
-    worker = appo.WorkerEnvs(learner.args, 0, learner.inference.arrays, seed=1)
+def small_environments(options: Options, appo, env_id: str) -> dict[str, float]:
+    """Microseconds a sample of each part."""
+    learner = build(appo, env_id, options.device, num_workers=2, num_envs_per_worker=options.num_envs_per_worker, worker_num_splits=1)
+    inference, n = learner.inference, options.num_envs_per_worker
+    worker = appo.WorkerEnvs(learner.args, 0, inference.arrays, seed=1)
     worker.reset(0)
-    return worker
-
-
-def gym_parts(options: Options, appo, env_id: str) -> dict[str, float]:
-    """Microseconds a step."""
-    env = appo.gym.make(env_id)
-    env.reset(seed=1)
-    choices = [env.action_space.sample() for _ in range(16)]
-
-    def alone() -> None:
-        for action in choices:
-            if any(env.step(action)[2:4]):
-                env.reset()
-
-    learners = {n: build(appo, env_id, options.device, num_workers=1, num_envs_per_worker=n) for n in (16, 32)}
-    worker, arrays = worker_of(appo, learners[16]), learners[16].inference.arrays
+    envs = worker.splits[0]
+    envs.action_space.seed(1)
+    actions = [envs.action_space.sample() for _ in range(100)]
     parts = {
-        "environments alone, as gymnasium.make gives them": (16, alone),
-        "SyncVectorEnv of these as named arrays": (16, lambda: worker.splits[0].step(arrays.action[worker.rows[0]][:, 0])),
-        "WorkerEnvs.step: that, and the mailbox": (16, lambda: worker.step(0)),
+        "environments": (n, lambda: envs.step(actions[np.random.randint(100)])),
+        "worker": (n, lambda: worker.step(0)),
+        f"act, {n} rows": (n, acting(inference, [0])),
+        f"act, {2 * n} rows": (2 * n, acting(inference, [0, 1])),
+        **learning(appo, learner, learner.args.batch_size),
+        "iteration": iteration(learner),
     }
-    for n, learner in learners.items():
-        parts[f"inference, {n} rows at once"] = n, acting(learner.inference)
-    learner = build(appo, env_id, options.device, num_workers=2)
-    parts |= learning(appo, learner, learner.args.batch_size) | {"learning, an iteration": iteration(learner)}
     result = timed(parts, options)
     worker.close()
     for how, sync in (("in turn (--sync)", True), ("side by side", False)):
-        found = in_a_run(appo, env_id, sync, 3 * options.seconds)
+        found = in_a_run(options, appo, env_id, sync)
         result |= {f"{name}, in a run, {how}": microseconds for name, microseconds in found.items()}
-    return {name: round(found, 2) for name, found in result.items()}
+    return {name: round(microseconds, 2) for name, microseconds in result.items()}
 
 
-def in_a_run(appo, env_id: str, sync: bool, length: float) -> dict[str, float]:
-    """Microseconds a sample, by the clock, of inference and of learning in a run of `length` seconds."""
+def in_a_run(options: Options, appo, env_id: str, sync: bool) -> dict[str, float]:
+    """Microseconds a sample, by the clock, of inference and of the learner's iterations in a run of three windows."""
     seconds, samples = Counter(), Counter()
 
     def watched(cls, method: str, name: str, count) -> None:
@@ -394,59 +377,14 @@ def in_a_run(appo, env_id: str, sync: bool, length: float) -> dict[str, float]:
         setattr(cls, method, call)
 
     own = appo.Inference.act, appo.Learner.iterate
-    watched(appo.Inference, "act", "inference", lambda inference, groups: len(groups) * inference.size)
-    watched(appo.Learner, "iterate", "learning", lambda learner, slots: len(slots) * learner.args.rollout)
+    watched(appo.Inference, "act", "act", lambda inference, groups: len(groups) * inference.size)
+    watched(appo.Learner, "iterate", "iteration", lambda learner, slots: len(slots) * learner.args.rollout)
     with tempfile.TemporaryDirectory() as folder:
-        args = appo.Args(env_id=env_id, num_workers=2, device="cpu", sync=sync, learner_threads=1, inference_threads=1,
-                         train_for_seconds=length, total_timesteps=10**9)  # fmt: skip
+        args = appo.Args(env_id=env_id, num_workers=2, num_envs_per_worker=options.num_envs_per_worker, device=options.device, sync=sync,
+                         learner_threads=1, inference_threads=1, train_for_seconds=3 * options.seconds, total_timesteps=10**9)  # fmt: skip
         appo.train(args, Path(folder) / "run")
     appo.Inference.act, appo.Learner.iterate = own
     return {name: 1e6 * seconds[name] / samples[name] for name in seconds}
-
-
-def mujoco_parts(options: Options, appo, task: str) -> dict[str, float]:
-    """Microseconds a sample of each part, with several numbers of environments or samples."""
-    parts, inferences, workers = {}, {}, []
-    for n in options.sizes:
-        learner = build(appo, task, options.device, num_workers=1, num_envs_per_worker=n, worker_num_splits=1)
-        inferences[n], worker = learner.inference, worker_of(appo, learner)
-        workers.append(worker)
-        parts[f"act {n}"] = n, acting(learner.inference)
-        parts[f"WorkerEnvs.step {n}"] = n, lambda worker=worker: worker.step(0)
-        parts[f"pool.step {n}"] = n, lambda worker=worker: worker.splits[0].pool.step(worker.mailbox.action[worker.rows[0]])
-    for samples in options.batches:
-        learner = build(appo, task, options.device, num_workers=1, batch_size=samples, num_batches_per_epoch=1, num_epochs=1)
-        parts |= learning(appo, learner, samples)
-    result = timed(parts, options)
-    if BOTH[0] in options.sizes and BOTH[1] in options.batches:
-        result |= together(acting(inferences[BOTH[0]]), parts[f"learn {BOTH[1]}"][1], options.seconds)
-    for worker in workers:
-        worker.close()
-    return {f"{task}: {name}": round(value, 2) for name, value in result.items()}
-
-
-def together(act, learn, seconds: float) -> dict[str, float]:
-    """Acts and learns in two threads at once: microseconds of each a sample, by the clock and of a core."""
-    over, found = threading.Event(), {}
-
-    def repeat(name: str, samples: int, function) -> None:
-        torch.get_num_threads()  # else the first operation takes over the number that another thread set last
-        torch.set_num_threads(1)
-        n, wall, cpu = 0, time.perf_counter(), time.thread_time()
-        while not over.is_set():
-            function()
-            n += samples
-        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-        found[f"{name} (both) {samples}"], found[f"{name} (both), CPU time {samples}"] = 1e6 * wall / n, 1e6 * cpu / n
-
-    threads = [threading.Thread(target=repeat, args=("act", BOTH[0], act)), threading.Thread(target=repeat, args=("learn", BOTH[1], learn))]
-    for thread in threads:
-        thread.start()
-    time.sleep(seconds)
-    over.set()
-    for thread in threads:
-        thread.join()
-    return dict(sorted(found.items()))
 
 
 # ---- replay
@@ -483,25 +421,22 @@ def replay_parts(options: Options, appo) -> dict:
 
 def main() -> None:
     options = tyro.cli(Options)
+    appo = importlib.import_module("appo_atari_replay" if options.file == "replay" else f"appo_{options.file}")
+    options.num_envs_per_worker = options.num_envs_per_worker or appo.Args.num_envs_per_worker
     for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # glibc keeps freed memory, as in `train`
         ctypes.CDLL(None).mallopt(option, value)
     torch.set_num_threads(1)  # as each thread has by default on two cores
     result = dict(machine=machine_and_engines(), command=dummy_sampler.command())
     if options.file in ENVIRONMENTS:
-        appo, env_ids = importlib.import_module(f"appo_{options.file}"), options.env_id or ENVIRONMENTS[options.file]
-        if options.file == "gym":
-            result |= dict(rounds=options.rounds, envs={env_id: gym_parts(options, appo, env_id) for env_id in env_ids})
-        else:
-            result["microseconds"] = {}
-            for task in env_ids:
-                result["microseconds"] |= mujoco_parts(options, appo, task)
+        env_ids = options.env_id or ENVIRONMENTS[options.file]
+        result["envs"] = {env_id: small_environments(options, appo, env_id) for env_id in env_ids}
     elif options.file == "replay":
-        result |= replay_parts(options, importlib.import_module("appo_atari_replay"))
+        result |= replay_parts(options, appo)
     else:
         sampling = dummy_sampler.Options(family=options.file, env_id=options.env_id[0] if options.env_id else None, warm_up=2.0,
                                          num_workers=options.num_workers, num_envs_per_worker=options.num_envs_per_worker,
                                          window=options.seconds, windows=5 if options.games else 1)  # fmt: skip
-        appo, args = dummy_sampler.variant(sampling)
+        _, args = dummy_sampler.variant(sampling)
         result |= dict(env_id=args.env_id, workers=args.num_workers, envs_per_worker=args.num_envs_per_worker)
         if options.games:
             result["results"] = numbers_of_games(options, appo, args, sampling)

@@ -162,12 +162,14 @@ throughput() {  # training and the games alone, with 4 to 32 games a worker: 30 
 # Both have the same number of samples in an update; in ranks.json "ours" is the two ranks. Expected: a tie.
 ranks() {  # two ranks under torchrun beside one process with two workers: 15 minutes
     local family env_id file same=(--train-for-seconds 60 --total-timesteps 1000000000 --num-envs-per-worker 16 --device cpu)
-    run mkdir -p "$out.files"
+    run mkdir -p "$out/files"
     for family in doom atari; do
         [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
-        file="$out.files/appo_$family"
-        run cp appo_$family.py "$file.py"
-        run python carry.py --add appo_doom_multigpu.py "$file.py"
+        file="$out/files/appo_$family"
+        if [ "$round" = 1 ]; then
+            run cp appo_$family.py "$file.py"
+            run python carry.py --add appo_doom_multigpu.py "$file.py"
+        fi
         new ${family}_one
         run python "$file.py" --env-id $env_id "${same[@]}" --num-workers 2 --batch-size 1024 --train-dir "$out" \
             --experiment ${family}_one_$round "${flags[@]}"
@@ -185,7 +187,7 @@ policies() {  # one policy and two of appo_pbt_doom.py beside appo_doom.py: 8 mi
         "2 of pbt: python appo_pbt_doom.py --num-policies 2 $same"
 }
 
-# Breakout, 45 s: the beginning of a run of the default length, where most candidates are drawn. The control is the same file with
+# Breakout, 45 s, with as many candidates as at the beginning of a run, where most are drawn. The control is the same file with
 # --replay-share 0, not appo_atari.py. Expected, of its frames/s: two epochs and uniform 80 to 95 %, the others 67 to 69 %.
 replay() {  # each way of replaying beside none: 17 minutes
     ours none 45 appo_atari_replay.py --env-id Breakout-v5 --replay-share 0

@@ -140,8 +140,8 @@ def test_a_wrong_name_is_answered_with_all_names(script):
 
 def test_flags_reach_every_training():
     """And a misspelt one is found, wherever the script puts it."""
-    for script, name in (("rates.sh", "doom"), ("rates.sh", "ranks"), ("rates.sh", "policies"), ("rates.sh", "gym"), ("learning.sh", "sync"),
-                         ("learning.sh", "pbt_basic"), ("learning.sh", "ranks")):  # fmt: skip
+    some = [("rates.sh", name) for name in ("doom", "ranks", "policies", "gym")]
+    for script, name in some + [("learning.sh", name) for name in ("sync", "pbt_basic", "ranks")]:
         for command in printed(script, name, "--rollout", "64"):
             check(*command)
         with pytest.raises(Wrong):
@@ -282,12 +282,10 @@ def test_one_part_of_each_file(tmp_path, monkeypatch, capsys):
     assert {"inference, batch 8", "inference, batch 16", "gather, batch 1024", "vtrace, batch 1024"} <= set(times)
     assert 0 < times["vtrace, batch 1024"] < times["learn, batch 1024"] < times["learning, batch 1024"] < 50
     assert found["estimate_frames_per_second"] > 0 < found["simulation_milliseconds"]
-    (found,) = measured("gym", "--env-id", "CartPole-v1", "--seconds", "1.5")["envs"].values()
-    assert len(found) == 13 and all(value > 0 for value in found.values()) and "learning, in a run, side by side" in found
-    found = measured("mujoco", "--env-id", "HalfCheetah-v5", "--sizes", "8", "32", "--batches", "512")["microseconds"]
-    names = {re.fullmatch(r"HalfCheetah-v5: (.*) (8|32|512)", name)[1] for name in found}
-    alone = {"act", "WorkerEnvs.step", "pool.step", "gather", "learn", "vtrace"}
-    assert names == alone | {f"{name} (both){time}" for name in ("act", "learn") for time in ("", ", CPU time")} and min(found.values()) > 0
+    for file, env_id in (("gym", "CartPole-v1"), ("mujoco", "HalfCheetah-v5")):
+        (found,) = measured(file, "--env-id", env_id, "--num-envs-per-worker", "8", "--seconds", "0.5")["envs"].values()
+        assert len(found) == 12 and {"worker", "act, 8 rows", "act, 16 rows", "act, in a run, side by side"} <= set(found)
+        assert min(found.values()) > 0 and found["act, 8 rows"] > found["act, 16 rows"] > 1
     found = measured("replay")
     times = found["milliseconds"]
     assert len(times) == 9 and min(times.values()) > 0 and (found["fresh"], found["replayed"]) == (4, 4)
@@ -304,8 +302,8 @@ def test_gym_goals(tmp_path, monkeypatch):
     peer.chmod(0o755)
     monkeypatch.setitem(gym_goals.GOALS, "CartPole-v1", 20)
     out = tmp_path / "out.json"
-    monkeypatch.setattr(sys, "argv", ["gym_goals.py", "--out", str(out), "--rounds", "1", "--envs", "CartPole-v1", "--sb3-python", str(peer),
-                                      "--", "--num-workers", "1", "--num-envs-per-worker", "4"])  # fmt: skip
+    typed = f"gym_goals.py --out {out} --rounds 1 --envs CartPole-v1 --sb3-python {peer} -- --num-workers 1 --num-envs-per-worker 4"
+    monkeypatch.setattr(sys, "argv", typed.split())
     gym_goals.main()
     sides = json.loads(out.read_text())["envs"]["CartPole-v1"]
     (ours,), (sb3,) = sides["ours"], sides["sb3"]

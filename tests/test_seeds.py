@@ -91,12 +91,13 @@ def test_combinations():
     assert all(name == flags for name, flags in found.items())
     assert seeds.combinations(["", "x=0"], []) == {"": "", "x=0": "x=0"}
     assert seeds.combinations(["ours:", "plain: x=0 y"], []) == {"ours": "", "plain": "x=0 y"}
-    assert seeds.combinations(["plain: x=0"], ["env-id=my:A,B"]) == {"plain env-id=my:A": "x=0 env-id=my:A", "plain env-id=B": "x=0 env-id=B"}
+    named = seeds.combinations(["plain: x=0"], ["env-id=my:A,B"])
+    assert named == {"plain env-id=my:A": "x=0 env-id=my:A", "plain env-id=B": "x=0 env-id=B"}
     assert seeds.combinations(["env-id=my:A"], []) == {"env-id=my:A": "env-id=my:A"}
 
 
 def test_a_peer_in_the_table(tmp_path, monkeypatch):
-    """Each seed of ours is followed by the peer's; a run of Sample Factory's is what collect.py reads. The same line again makes nothing."""
+    """Each seed of ours is followed by the peer's; Sample Factory's is what collect.py reads. The same line again makes nothing."""
     peer, ours = tmp_path / "peer.sh", tmp_path / "ours.sh"
     peer.write_text("""#!/bin/bash
 mkdir -p $3/sf
