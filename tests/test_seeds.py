@@ -132,7 +132,8 @@ def test_shares_of_a_machine(monkeypatch):
 
 def test_through_submitit(tmp_path):
     """On a machine without Slurm submitit starts the same jobs as processes."""
-    command = line(tmp_path, "--seeds", "1", "--settings", "", "no-such-flag=1", "--parallel", "2", "--slurm", "timeout-min=5", "partition=x")
+    slurm = ("--slurm", "timeout-min=5", "partition=x")
+    command = line(tmp_path, "--seeds", "1", "--settings", "", "no-such-flag=1", "--parallel", "2", *slurm)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "submitit runs the jobs: local" in done.stdout and "| default | 1 |" in done.stdout
     assert "failed: no-such-flag_1_1 (exit code 2)" in done.stderr and "Unrecognized" in done.stderr
@@ -142,7 +143,7 @@ def test_through_submitit(tmp_path):
 
 def test_before_a_job_has_used_up_its_time_its_run_is_told_to_end(tmp_path):
     """Slurm sends SIGUSR2 to all processes of a job; of these the run must get SIGTERM alone."""
-    run = "import os, signal, time; time.sleep(1); os.kill(os.getpid(), signal.SIGUSR2); os.kill(os.getppid(), signal.SIGUSR2); time.sleep(20)"
+    run = "import os, signal, time; time.sleep(1); [os.kill(pid, signal.SIGUSR2) for pid in (os.getpid(), os.getppid())]; time.sleep(20)"
     job = f"import sys, seeds; sys.exit(100 - seeds.execute([sys.executable, '-c', {run!r}], {str(tmp_path / 'out')!r}))"
     done = subprocess.run([sys.executable, "-c", job], cwd=ROOT / "benchmark", env=os.environ | {"SLURM_JOB_ID": "1"}, timeout=60)
     assert done.returncode == 100 + signal.SIGTERM
