@@ -301,7 +301,7 @@ def with_games(options: Options, appo, args, sampling) -> dict:
     for name, part in learning(appo, learner, 1024).items():
         parts[name.replace(" ", ", batch ")] = part
     parts["learning, batch 1024"] = iteration(learner)
-    times = {name: round(value, 3) for name, value in timed(parts, options, unit=1000).items()}
+    times = {name: round(value, 5) for name, value in timed(parts, options, unit=1000).items()}
     simulation = round(1000 * args.num_workers * args.frameskip / statistics.median(rates["bare"]), 3)
     total = simulation + times["inference, batch 16"] + times["learning, batch 1024"]
     together = round(len(os.sched_getaffinity(0)) * args.frameskip * 1000 / total)
@@ -394,7 +394,7 @@ def replay_parts(options: Options, appo) -> dict:
     """Milliseconds. Both threads have the defaults of a run on two cores: 32 games, and iterations of 4 fresh and 4 replayed rollouts."""
     learners = {}
     for name, flags in dict(none=dict(replay_share=0.0), uniform={}, elite=dict(replay="elite")).items():
-        learners[name] = build(appo, "Breakout-v5", options.device, num_workers=2, **flags)
+        learners[name] = build(appo, "Breakout-v5", options.device, num_workers=2, replay_rollouts=200, **flags)
         learners[name].inference.rollouts.learned_at[learners[name].kept] = 0
     none, elite = learners["none"], learners["elite"]
     fresh, replayed = appo.parts_of_iteration(elite.args)
@@ -433,7 +433,7 @@ def main() -> None:
     elif options.file == "replay":
         result |= replay_parts(options, appo)
     else:
-        sampling = dummy_sampler.Options(family=options.file, env_id=options.env_id[0] if options.env_id else None, warm_up=2.0,
+        sampling = dummy_sampler.Options(family=options.file, env_id=options.env_id[0] if options.env_id else None, warm_up=min(2.0, options.seconds),
                                          num_workers=options.num_workers, num_envs_per_worker=options.num_envs_per_worker,
                                          window=options.seconds, windows=5 if options.games else 1)  # fmt: skip
         _, args = dummy_sampler.variant(sampling)
