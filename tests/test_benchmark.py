@@ -275,25 +275,27 @@ def test_one_part_of_each_file(tmp_path, monkeypatch, capsys):
         parts.main()
         return json.loads(out.read_text())
 
-    found = measured("doom", "--num-envs-per-worker", "2")
-    assert all(len(rates) == 1 and 1000 < rates[0] < 1e6 for rates in found["frames_per_second"].values())
-    assert 0.5 < found["shares"]["dummy"][0] < 2
+    found = measured("doom", "--num-envs-per-worker", "2", "--num-workers", "1")
+    assert all(len(rates) == 1 and 100 < rates[0] < 1e6 for rates in found["frames_per_second"].values())
+    assert found["shares"]["dummy"] == [round(found["frames_per_second"]["dummy"][0] / found["frames_per_second"]["bare"][0], 3)]
     times = found["milliseconds_per_sample"]
-    assert {"inference, batch 8", "inference, batch 16", "gather, batch 1024", "vtrace, batch 1024"} <= set(times)
-    assert 0 < times["vtrace, batch 1024"] < times["learn, batch 1024"] < 50 > times["learning, batch 1024"] > 0
+    batches = [f"inference, batch {n}" for n in (8, 16, 32, 64)] + [
+        f"{part}, batch 1024" for part in ("gather", "learn", "vtrace", "learning")
+    ]
+    assert sorted(times) == sorted(batches) and all(0 < value < 100 for value in times.values())
     assert found["estimate_frames_per_second"] > 0 < found["simulation_milliseconds"]
     in_a_run = parts.in_a_run  # each takes some seconds: one is enough
     monkeypatch.setattr(parts, "in_a_run", lambda *a: in_a_run(*a) if "CartPole" in a[2] and not a[3] else dict(act=1.0, iteration=1.0))
     for file, env_id in (("mujoco", "HalfCheetah-v5"), ("gym", "CartPole-v1")):
         (found,) = measured(file, "--env-id", env_id, "--num-envs-per-worker", "8", "--seconds", "0.5")["envs"].values()
         assert len(found) == 12 and {"worker", "act, 8 rows", "act, 16 rows", "act, in a run, side by side"} <= set(found)
-        assert min(found.values()) > 0 and found["act, 8 rows"] > found["act, 16 rows"] > 1
+        assert all(0 < value < 1e5 for value in found.values())
     found = measured("replay")
     times = found["milliseconds"]
     assert len(times) == 9 and min(times.values()) > 0 and (found["fresh"], found["replayed"]) == (4, 4)
-    assert times["learn with what is replayed"] > times["learn"] and times["distances 24"] < 2 * times["choose"]
+    assert {"choose", "distances 24", "learn with what is replayed", "act, logits and features stored"} <= set(times)
     (found,) = measured("doom", "--games", "2", "--num-workers", "1", "--seconds", "0.2")["results"]
-    assert found["envs_per_worker"] == 2 and found["frames_per_second"] > 1000 and found["resident_mib_of_a_worker"] > 50
+    assert found["envs_per_worker"] == 2 and found["frames_per_second"] > 100 and found["resident_mib_of_a_worker"] > 50
 
 
 def test_gym_goals(tmp_path, monkeypatch):
