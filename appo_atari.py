@@ -17,7 +17,7 @@
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
 On 2 cores of an AMD EPYC (Zen 3, no GPU) it reaches a mean return of 347 in Breakout at 6 million steps, and with
-`--env-id Pong-v5` 18 after 1.8 million (one seed each, 2026-11-21 and 22; benchmark/learning_*.sh).
+`--env-id Pong-v5` 18 after 1.8 million (one seed each, 2026-11-21 and 22; benchmark/learning.sh).
 
 A deliberate edit of appo_doom.py. What differs: the games' flags and other defaults in `Args`, `AtariEnvs`, the
 networks in `Agent`, and no engine processes to look after. All else is the same text.

@@ -17,7 +17,7 @@
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
 On 2 cores of an AMD EPYC (Zen 3, no GPU) the first command with `--encoder convnet` reaches a mean return of 7 in 17
-minutes and 1.2 million frames (random actions: 0.07, people: 10; one seed, 2026-11-23; benchmark/learning_dmlab.sh).
+minutes and 1.2 million frames (random actions: 0.07, people: 10; one seed, 2026-11-23; benchmark/learning.sh dmlab).
 
 A deliberate edit of appo_doom.py: what is the same is the same text. What differs:
 

@@ -20,7 +20,7 @@
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 appo_doom_multigpu.py [...]
 
 On 2 cores of an AMD EPYC (Zen 5, bfloat16, no GPU) `--env-id basic` reaches a mean return of 75 in 40 seconds
-(median of three seeds with default flags, 2026-11-22; benchmark/learning_basic.sh).
+(median of three seeds with default flags, 2026-11-22; benchmark/learning.sh basic).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+

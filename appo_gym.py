@@ -19,7 +19,7 @@ Factory / IMPALA in one file, and the base that the other files are edits of.
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
 On 2 cores of an AMD EPYC (Zen 5, no GPU) CartPole-v1 is solved (a mean return of 475) 7 seconds after the command was
-typed, LunarLander-v3 (200) after 28 (medians of three seeds with default flags, 2026-11-26; benchmark/gym_peers.py).
+typed, LunarLander-v3 (200) after 28 (medians of three seeds with default flags, 2026-11-26; benchmark/learning.sh gym).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: byte s   +------------------------------------------+

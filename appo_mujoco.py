@@ -19,7 +19,7 @@ pipeline of Sample Factory / IMPALA in one file.
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
 On 2 cores of an AMD EPYC (Zen 5, no GPU) three million steps of HalfCheetah-v4 take 3.4 minutes, and the mean return is
-then 1,932; of Ant-v4 7.8 minutes, and it is 5,441 (three seeds each, 2026-11-26; benchmark/mujoco.sh learning).
+then 1,932; of Ant-v4 7.8 minutes, and it is 5,441 (three seeds each, 2026-11-26; benchmark/learning.sh mujoco).
 
 A deliberate edit of appo_gym.py. What differs: `MujocoEnvs`, frames beside steps, a small `Agent` whose policy is a
 Gaussian (`sample_actions`, `evaluate_actions`, `kl_divergence`), a penalty for leaving the policy that acted, no
