@@ -1,3 +1,5 @@
+import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -13,6 +15,8 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what a shell script starts in the background: runs would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Actors that tests start in their own process are forked from one that has imported what takes long
+multiprocessing.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "appo_doom"])
 
 
 def marked(mark: str) -> set[int]:
@@ -107,6 +111,25 @@ class Run:
 def counting(tmp_path_factory):
     """appo_doom.py with the counting environment instead of Doom."""
     return load(with_envs(tmp_path_factory.mktemp("counting"), "appo_counting", COUNTING))
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """A file's `main` in this process, for what needs no process of its own: (module, flags) -> exit code, and what was printed."""
+
+    def call(appo, *flags) -> tuple[int, str]:
+        gc.collect()  # the log of a run before it, which it would hold
+        monkeypatch.setattr(sys, "argv", [appo.__file__, *map(str, flags)])
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        capsys.readouterr()
+        try:
+            code = appo.main()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return code, "".join(capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture

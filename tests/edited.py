@@ -1,11 +1,11 @@
 """Copies of a script with small edits, as a user makes them. Actors import the copy under its own name."""
 
 import importlib
-import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MAIN = 'if __name__ == "__main__":\n'
 REPORTS = ('(seconds := change["time"]) < 5:', '(seconds := change["time"]) < 1:')  # a report every second
 
 # The observation says which environment it is from, which episode and which step; the reward says which action was taken.
@@ -46,12 +46,18 @@ def edited(folder: Path, name: str, *edits: tuple[str, str], source: Path = ROOT
     return path
 
 
+def replacing(code: str) -> tuple[str, str]:
+    """An edit: `code` follows all definitions of the file, and may put others in their place."""
+    return MAIN, f"{code}\n\n{MAIN}"
+
+
 def with_envs(folder: Path, name: str, envs: str, *edits: tuple[str, str], source: Path = ROOT / "appo_doom.py") -> Path:
     """`edited`, with games of the class Env, which the source text `envs` defines."""
-    games = re.search(r"    envs = \[lambda: DoomEnv\(.*\n.*\n|    return AtariEnvs\(.*\n", source.read_text()).group(0)
-    own = "    return gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)\n"
-    definition = ("\ndef make_envs(", f"\n{envs}\n\ndef make_envs(")
-    return edited(folder, name, (games, own), definition, *edits, source=source)
+    make = """
+def make_envs(args, num_envs, **options):
+    return gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+"""
+    return edited(folder, name, replacing(envs + "\n" + make), *edits, source=source)
 
 
 def load(path: Path):

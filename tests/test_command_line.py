@@ -3,10 +3,12 @@
 import ast
 import contextlib
 import errno
+import gc
 import importlib
 import io
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -19,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import vizdoom
-from edited import REPORTS, ROOT, edited
+from edited import REPORTS, ROOT, edited, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import appo_atari
@@ -45,7 +47,7 @@ def scalars(folder: Path) -> dict[str, list]:
     "name, game, other, learning_rate",
     [("appo_doom", "basic", "battle", "0.0004"), ("appo_atari", "Breakout-v5", "Pong-v5", "0.00025")],
 )
-def test_train_and_resume(run, tmp_path, monkeypatch, capsys, name, game, other, learning_rate):
+def test_train_and_resume(run, main, tmp_path, name, game, other, learning_rate):
     often = (REPORTS[0], '(seconds := change["time"]) < 0.05:')  # fast machines need not be busy for a second
     script = edited(tmp_path, f"{name}_edited", often, source=ROOT / f"{name}.py")
     r = run(*SMALL, "--experiment", "e", "--env-id", game, "--total-timesteps", "2500", script=script)
@@ -81,43 +83,38 @@ def test_train_and_resume(run, tmp_path, monkeypatch, capsys, name, game, other,
     before = torch.load(first, weights_only=True)
     assert found["charts/SPS"][-1].step <= before["global_step"]
 
-    r = run("--experiment", "e", "--total-timesteps", "3000", "--learning-rate", "0.0002", script=script)
-    assert r.wait(90) == 0
-    assert f"resuming {tmp_path / 'e'} at step {before['global_step']:,}" in r.text()
-    assert f"override: learning_rate {learning_rate} -> 0.0002" in r.text()
-    assert "2 workers x 4 environments" in r.text(), "what was typed the first time still holds"
+    appo, flags = load(script), ("--train-dir", tmp_path, "--experiment", "e")
+    code, text = main(appo, *flags, "--total-timesteps", 3000, "--learning-rate", 0.0002)
+    assert code == 0 and f"resuming {tmp_path / 'e'} at step {before['global_step']:,}" in text
+    assert f"override: learning_rate {learning_rate} -> 0.0002" in text
+    assert "2 workers x 4 environments" in text, "what was typed the first time still holds"
     after = torch.load(sorted((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))[-1], weights_only=True)
     assert after["global_step"] > before["global_step"] and after["version"] > before["version"]
     assert after["optimizer"]["param_groups"][0]["lr"] == 0.0002
     assert len(after["episodes"]) >= len(before["episodes"]) > 0, "means go on where they were"
 
-    def main(*flags: str) -> tuple[int, str]:
-        """The same in this process, for what ends before it begins. Returns the exit code and what was printed."""
-        monkeypatch.setattr(sys, "argv", [script.name, "--train-dir", str(tmp_path), "--experiment", "e", *flags])
-        code = importlib.import_module(name).main()
-        return code, "".join(capsys.readouterr())
-
-    code, text = main("--env-id", other)
+    code, text = main(importlib.import_module(name), *flags, "--env-id", other)
     assert code == 2 and f"override: file {name}_edited.py -> {name}.py" in text
     assert re.search(rf"error: .*e holds another environment, of {name}_edited.py: env_id {game} -> {other}; rename --experiment", text)
-    code, text = main("--total-timesteps", "100")
+    code, text = main(appo, *flags, "--total-timesteps", 100)
     assert code == 0 and "steps already; raise --total-timesteps" in text and "workers x" not in text
 
 
-@pytest.mark.parametrize("script, game", [("appo_gym.py", "Acrobot-v1"), ("appo_doom.py", "battle"), ("appo_atari.py", "Breakout-v5"),
-                                          ("appo_mujoco.py", "Ant-v5")])  # fmt: skip
-def test_same_seed_same_weights(run, script, game):
-    """--num-workers 0 on a CPU: two runs, at the same time, are the same."""
-    runs = {
-        name: run("--experiment", name, "--num-workers", "0", "--num-envs-per-worker", "4", "--hidden-size", "64", "--seed", "7", "--env-id",
-                  game, "--device", "cpu", "--rollout", "16", "--total-timesteps", "450", "--learner-threads", "1", "--inference-threads", "1",
-                  script=ROOT / script)
-        for name in "ab"
-    }  # fmt: skip
-    assert [r.wait(120) for r in runs.values()] == [0, 0]
-    a, b = (torch.load(max((r.folder / name / "checkpoints").glob("checkpoint_*")), weights_only=True) for name, r in runs.items())
+@pytest.mark.parametrize("name, game", [("appo_gym", "Acrobot-v1"), ("appo_doom", "battle"), ("appo_atari", "Breakout-v5"),
+                                        ("appo_atari_replay", "Breakout-v5"), ("appo_mujoco", "Ant-v5")])  # fmt: skip
+def test_same_seed_same_weights(name, game, tmp_path):
+    """--num-workers 0 on a CPU: two runs are the same, whatever random numbers were drawn before."""
+    appo, ends = importlib.import_module(name), []
+    for i in range(2):
+        gc.collect()  # the log of a run before it in this process
+        random.seed(i), np.random.seed(i), torch.manual_seed(i)
+        args = appo.Args(env_id=game, num_workers=0, num_envs_per_worker=4, hidden_size=64, seed=7, device="cpu", rollout=16,
+                         total_timesteps=450, learner_threads=1, inference_threads=1)  # fmt: skip
+        assert appo.train(args, tmp_path / str(i)) == 0
+        ends.append(torch.load(max((tmp_path / str(i) / "checkpoints").glob("checkpoint_*")), weights_only=True))
+    a, b = ends
     assert a["version"] == b["version"] >= 6 and a["global_step"] == b["global_step"]
-    assert all(torch.equal(a["agent"][name], b["agent"][name]) for name in a["agent"])
+    assert all(torch.equal(a["agent"][key], b["agent"][key]) for key in a["agent"])
 
 
 BAD = {
@@ -133,7 +130,6 @@ BAD = {
     "--sync --num-workers 2 --batch-size 1056": r"--sync .*needs one rollout of every row: 1 batches of 1056 samples are not 32 rows x 32 steps",
     "--sync --num-workers 2 --num-batches-per-epoch 5": r"--sync .*: 5 batches of 192 samples .*if --num-batches-per-epoch divides the rows",
     "--num-workers 0 --num-batches-per-epoch 17": r"--sync \(which --num-workers 0 implies\) .*: 17 batches of 32 samples are not 16 rows x 32 steps",
-    "--sync --num-workers 2 --batch-size 2048": r"--sync .*needs one rollout of every row",
     "--batch-size 100000000": r"[\d,]+ slots of rollouts need [\d,]+ MiB of [\d,]+ that are free",
     "--num-envs-per-worker 10000000": r"/dev/shm has [\d,]+ MiB free, [\d,]+ MiB are needed",
     "--vtrace-rho 100": r"--vtrace-rho 100.0 is out of range: 0 to 20",

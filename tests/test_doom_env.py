@@ -309,11 +309,6 @@ def test_a_reward_that_is_not_finite_is_refused(number, monkeypatch):
     assert not games.mailbox.reward.any()
 
 
-def test_unknown_environment_names_the_nearest():
-    with pytest.raises(UserError, match="battle"):
-        DoomEnv("battel", 4)
-
-
 def test_missing_scenario_file_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(vizdoom, "scenarios_path", str(tmp_path))
     monkeypatch.setattr(appo_doom.importlib.util, "find_spec", lambda name: None)

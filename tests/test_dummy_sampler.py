@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -61,6 +62,18 @@ def test_the_ceiling_of(family, unit, tmp_path):
     assert content["machine"][engine] == importlib.metadata.version(engine)
     assert 0 < found["reset_seconds"] < found["start_seconds"]
     assert f"{found['frames_per_second']:,} frames/s" in result.stdout
+
+
+@pytest.mark.parametrize("family, env_id", [("mujoco", "Hopper-v5"), ("pbt_doom", "basic"), ("dmlab", "rooms_watermaze")])
+def test_the_ceiling_of_the_other_families(family, env_id, tmp_path, monkeypatch, capfd):
+    """In this process. DeepMind Lab has a stand-in."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "stand_in")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dummy_sampler.py", "--family", family, "--env-id", env_id, *SHORT, "--out", "out.json"])
+    dummy_sampler.main()
+    (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert found["workers"] == 2 and len(found["windows"]) == 2 and min(found["windows"]) > 100
+    assert f"2 x 2 {env_id}: {found['frames_per_second']:,} frames/s" in capfd.readouterr().out and not multiprocessing.active_children()
 
 
 def test_the_pipeline_alone(tmp_path):

@@ -15,7 +15,8 @@ import numpy as np
 import pygame
 import pytest
 import torch
-from edited import COUNTING, ROOT, with_envs
+import vizdoom
+from edited import COUNTING, ROOT, load, with_envs
 
 import evaluate
 
@@ -90,6 +91,32 @@ def test_a_run_of_a_renamed_copy(run, tmp_path):
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
     mean = 1000 * np.mean([length(me, 0) for me in range(1, 17)])
     assert re.fullmatch(rf"16 episodes, sampled actions, step [\d,]+: return {mean:.2f} \+- .*\n", done.stdout), done
+
+
+# Nothing can be done in it but to walk, which costs 1 a tic; an episode has 80
+WALK = """
+doom_scenario_path = basic.wad
+living_reward = -1
+episode_timeout = 80
+available_buttons = { MOVE_LEFT MOVE_RIGHT }
+mode = PLAYER
+"""
+
+
+def test_a_scenario_of_ones_own_is_trained_on_and_played(main, play, tmp_path, monkeypatch):
+    """A relative --cfg-path, as typed where the scenario is; it is played from elsewhere."""
+    appo = load(Path(shutil.copy(ROOT / "appo_doom.py", tmp_path / "appo_scenario.py")))
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir(), elsewhere.mkdir()
+    shutil.copy(f"{vizdoom.scenarios_path}/basic.wad", here)
+    (here / "own.cfg").write_text(WALK)
+    monkeypatch.chdir(here)
+    code, text = main(appo, "--train-dir", tmp_path, "--experiment", "e", "--cfg-path", "own.cfg", "--num-workers", 0, "--num-envs-per-worker", 2,
+                      "--rollout", 8, "--hidden-size", 16, "--device", "cpu", "--total-timesteps", 40)  # fmt: skip
+    assert code == 0, text
+    monkeypatch.chdir(elsewhere)
+    code, text = play(tmp_path / "e", "--episodes", 2)
+    assert code == 0 and re.search(r"2 episodes, sampled actions, step \d+: return -80.00 \+- 0.00 ", text), text
 
 
 def test_a_file_that_was_moved(play, tmp_path, monkeypatch):
@@ -260,7 +287,7 @@ def test_a_screen_that_is_not_there(drawn):
 def test_an_evaluation_that_is_ended(run, tmp_path):
     """In whatever way: the fixture looks for engines and shared memory that are left."""
     folder = untrained(tmp_path / "e", shutil.copy(ROOT / "appo_doom.py", tmp_path / "appo_ended.py"))
-    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)):
+    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
         r = run("--episodes", "4000", "--save-video", launcher=(str(ROOT / "evaluate.py"),), script=folder)
         r.wait_for(lambda: len(r.engines()) == 16 and (folder / "video.mp4").exists(), 60, "the games")
         r.process.send_signal(number)

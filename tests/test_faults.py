@@ -12,12 +12,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import marked
-from edited import REPORTS, ROOT, edited, with_envs
+from edited import COUNTING, REPORTS, ROOT, edited, replacing, with_envs
 
 import appo_doom
 
@@ -25,6 +24,21 @@ SMALL = ("--experiment", "e", "--num-workers", "2", "--num-envs-per-worker", "2"
          "--batch-size", "32", "--hidden-size", "32", "--device", "cpu", "--total-timesteps", "1000000")  # fmt: skip
 IN_PROCESS = ("--experiment", "e", "--num-workers", "0", "--num-envs-per-worker", "2", "--rollout", "8", "--hidden-size", "32", "--device", "cpu",
               "--env-id", "battle")  # fmt: skip
+
+
+def before_each(name: str, line: str) -> tuple[str, str]:
+    """An edit: `line` is executed before each `step` or `reset` of an environment."""
+    return replacing(f"""
+of_the_file = DoomEnv.{name}
+
+
+def {name}(self, *arguments, **options):
+    {line}
+    return of_the_file(self, *arguments, **options)
+
+
+DoomEnv.{name} = {name}
+""")
 
 
 @pytest.fixture
@@ -44,7 +58,7 @@ def start(run, request):
     another: what the files share survives the same in all, and test_agreement.py sees to it that they share it."""
 
     def start(*flags: str, line: str = ""):
-        edits = [("        self.tics += self.frameskip\n", f"        self.tics += self.frameskip\n        {line}\n")] if line else []
+        edits = [before_each("step", line)] if line else []
         started = run(*SMALL, *flags, script=ROOT / f"{request.param}.py", edits=edits)
         started.games = 4 if request.param == "appo_doom" else 0  # engines
         return started
@@ -139,17 +153,14 @@ def test_exception_in_step_ends_the_run_with_the_reason_last(start):
 
 def test_exception_while_environments_start_ends_the_run_with_it(run):
     """Two workers die of it; it is shown once, and no other actor is started."""
-    line = "                self.game.init()\n"
-    lines = ("open(f'died_{os.getpid()}', 'w')", "time.sleep(2)", "raise ValueError('no such monster')")
-    r = run(*SMALL, edits=[(line, "".join(f"                {text}\n" for text in lines) + line)])
+    r = run(*SMALL, edits=[before_each("reset", "open(f'died_{os.getpid()}', 'w'); time.sleep(2); raise ValueError('no such monster')")])
     assert r.wait(60) == 2 and len(list(r.folder.glob("died_*"))) == 2
     assert re.search(r"^error: while its environments started, actor [01] died: ValueError: no such monster\n\Z", r.text(), re.M), r.text()
     assert_one_traceback(r, "ValueError: no such monster")
 
 
 def test_exception_without_workers_ends_the_run_with_the_reason_last(run):
-    line = "                self.game.init()\n"
-    r = run(*IN_PROCESS, edits=[(line, f"                raise ValueError('no such monster')\n{line}")])
+    r = run(*IN_PROCESS, edits=[before_each("reset", "raise ValueError('no such monster')")])
     assert r.wait(60) == 2
     assert re.search(r"^actor 0:\nTraceback .*\n(  .*\n)+ValueError: no such monster\n"
                      r"error: while its environments started, actor 0 died: ValueError: no such monster\n\Z", r.text(), re.M), r.text()  # fmt: skip
@@ -160,21 +171,46 @@ HANGS = dict(python="time.sleep(1000)", library="ctypes.PyDLL(None).sleep(1000)"
 
 
 @pytest.mark.parametrize("kind", HANGS)
-def test_hang_in_step_is_reported_with_its_stack(start, kind):
-    r = start("--actor-timeout", "6", line=f"if self.tics > 100 and not os.path.exists('hung'): open('hung', 'w'); {HANGS[kind]}")
+def test_hang_in_step_is_reported_with_its_stack(run, kind, tmp_path):
+    line = "        self.count += 1\n"
+    hang = f"        if self.episode > 3 and not os.path.exists('hung'):\n            open('hung', 'w')\n            {HANGS[kind]}\n"
+    assert COUNTING.count(line) == 1
+    r = run(*SMALL, "--actor-timeout", "2", script=with_envs(tmp_path, "appo_hanging", COUNTING.replace(line, line + hang)))
     r.wait_for(lambda: re.search(r"actor [01] hung \(its stack is above.*\); starting another", r.text()), 60, "its successor")
     assert re.search(r'File ".*edited_.*.py", line \d+ in step', r.text().split("hung (its")[0]), "where it hung"
     goes_on(r, steps(r))
     stop(r)
 
 
-@pytest.mark.parametrize("place, line, condition", [
-    ("reset", "                unlink_shared_memory()\n", ""),
-    ("__init__", "        self.game, self.frameskip = vizdoom.DoomGame(), frameskip\n", "if mp.parent_process(): "),  # main makes one, too
-])  # fmt: skip
-def test_hang_while_environments_start_is_reported_with_its_stack(run, place, line, condition):
-    indent = line[: -len(line.lstrip())]
-    r = run(*SMALL, "--num-envs-per-worker", "1", "--actor-timeout", "6", edits=[(line, f"{line}{indent}{condition}time.sleep(1000)\n")])
+HANGS_AT_START = dict(
+    reset="""
+of_the_file = DoomEnv.reset
+
+
+def reset(self, **options):
+    of_the_file(self, **options)
+    time.sleep(1000)
+
+
+DoomEnv.reset = reset
+""",
+    __init__="""
+of_the_file = DoomEnv.__init__
+
+
+def __init__(self, *arguments):
+    of_the_file(self, *arguments)
+    mp.parent_process() and time.sleep(1000)  # the main process makes one, too
+
+
+DoomEnv.__init__ = __init__
+""",
+)
+
+
+@pytest.mark.parametrize("place", HANGS_AT_START)
+def test_hang_while_environments_start_is_reported_with_its_stack(run, place):
+    r = run(*SMALL, "--num-envs-per-worker", "1", "--actor-timeout", "2", edits=[replacing(HANGS_AT_START[place])])
     assert r.wait(60) == 2 and "starting another" not in r.text()
     stack, sentence = re.fullmatch(r"(.*)\nerror: (.*)\n", r.text(), re.S).groups()
     assert re.match(r"while its environments started, actor [01] hung \(its stack is above.*\)$", sentence)
@@ -184,45 +220,51 @@ def test_hang_while_environments_start_is_reported_with_its_stack(run, place, li
 
 def test_engine_hangs_and_main_is_killed(run):
     """The worst case: an actor waits for ever inside a game, and nobody is left to notice but itself."""
-    r = training(run(*SMALL, "--actor-timeout", "10"))
+    r = training(run(*SMALL, "--actor-timeout", "4"))
     for engine in r.engines():
         os.kill(engine, signal.SIGSTOP)
     time.sleep(1)
     r.process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_once_saves(start, number):
-    """To the whole group: by Ctrl-C in a terminal, or by `timeout` and batch systems, of which the fork server dies at once."""
+def test_signal_once_saves(start):
+    """To the whole group: as Ctrl-C in a terminal, but by `timeout` and batch systems; the fork server would die of it at once."""
     r = training(start())
     goes_on(r, 0)
     begin = time.monotonic()
-    text = stop(r, os.killpg, number)
+    text = stop(r, os.killpg, signal.SIGTERM)
     assert "stopped: " in text and "0 actors replaced" in text and "Traceback" not in text
     assert time.monotonic() - begin < 10
     path = checkpoints(r)[-1]
     assert torch.load(path, weights_only=True)["global_step"] > 0 and not list(path.parent.glob("*.tmp"))
 
 
-SAVING = '    temporary, STOP.writing = path.with_name("saving.tmp"), True\n'
-
-
-@pytest.mark.parametrize("number, pause", [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.05)])
-def test_the_same_signal_twice_at_once_saves(start, number, pause):
-    """`timeout -s INT`, launchers and some shells send it to the process and to its group, within a millisecond; or within 50."""
+def test_the_same_signal_twice_at_once_saves(start):
+    """`timeout -s INT`, launchers and some shells send it to the process and to its group, within milliseconds."""
     r = training(start())
     goes_on(r, 0)
-    os.kill(r.process.pid, number)
-    time.sleep(pause)
-    os.killpg(r.process.pid, number)
-    assert r.wait(30) in (130, -number), "the second one may find a process that is all but gone"
+    os.kill(r.process.pid, signal.SIGINT)
+    time.sleep(0.02)
+    os.killpg(r.process.pid, signal.SIGINT)
+    assert r.wait(30) in (130, -signal.SIGINT), "the second one may find a process that is all but gone"
     assert "stopped: " in r.text() and "Traceback" not in r.text() and len(checkpoints(r)) == 1
 
 
 def test_a_second_ctrl_c_later_ends_at_once(run):
     """Here while the clean-up takes long; nothing is left behind all the same."""
-    line = "        inference.stop()\n        if thread"
-    r = training(run(*SMALL, edits=[(line, f"        print('cleaning', flush=True)\n        time.sleep(60)\n{line}")]))
+    slow = """
+stop = Inference.stop
+
+
+def slow(self):
+    stop(self)
+    print("cleaning", flush=True)
+    time.sleep(60)
+
+
+Inference.stop = slow
+"""
+    r = training(run(*SMALL, edits=[replacing(slow)]))
     goes_on(r, 0)
     os.kill(r.process.pid, signal.SIGINT)
     r.wait_for(lambda: "cleaning" in r.text(), 30, "the end")
@@ -232,7 +274,19 @@ def test_a_second_ctrl_c_later_ends_at_once(run):
 
 
 def test_no_signal_interrupts_a_checkpoint(run):
-    r = training(run(*SMALL, edits=[(SAVING, f"{SAVING}    print('saving', flush=True)\n    time.sleep(3)\n")]))
+    slow = """
+save = torch.save
+
+
+def slow(*arguments):
+    print("saving", flush=True)
+    time.sleep(3)
+    save(*arguments)
+
+
+torch.save = slow
+"""
+    r = training(run(*SMALL, edits=[replacing(slow)]))
     goes_on(r, 0)
     os.kill(r.process.pid, signal.SIGINT)
     r.wait_for(lambda: "saving" in r.text(), 30, "the checkpoint")
@@ -291,20 +345,17 @@ def test_actor_killed_while_its_environments_start_ends_the_run(run):
 
 def test_main_killed_while_environments_start(run):
     """Seen when those of a split have started: here eight, a second each."""
-    line = "                self.game.init()\n"
-    r = run(*SMALL, "--num-envs-per-worker", "8", edits=[(line, f"                time.sleep(1)\n{line}")])
+    r = run(*SMALL, "--num-envs-per-worker", "8", edits=[before_each("reset", "time.sleep(1)")])
     r.wait_for(lambda: len(r.engines()) >= 3, what="the first engines")
     r.process.kill()  # the fixture looks for what is left
 
 
 def test_first_start_on_a_fresh_machine(run):
     """Eight actors start their first game in the same moment, and nobody has made the engine's folder yet."""
-    for i in range(2):
-        with tempfile.TemporaryDirectory() as fresh:
-            r = run(*SMALL[2:], "--experiment", f"e{i}", "--num-workers", "8", "--num-envs-per-worker", "1", "--total-timesteps", "100",
-                    env={"TMPDIR": fresh})  # fmt: skip
-            assert r.wait(90) == 0 and "0 actors replaced" in r.text()
-            assert os.path.isdir(f"{fresh}/_vizdoom")
+    with tempfile.TemporaryDirectory() as fresh:
+        r = run(*SMALL, "--num-workers", "8", "--num-envs-per-worker", "1", "--total-timesteps", "100", env={"TMPDIR": fresh})
+        assert r.wait(90) == 0 and "0 actors replaced" in r.text()
+        assert os.path.isdir(f"{fresh}/_vizdoom")
     assert not list(r.folder.rglob("_vizdoom*"))
 
 
@@ -312,14 +363,12 @@ def test_main_killed_with_the_games_in_it(run):
     playing(run(*IN_PROCESS), 2).process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_all_with_the_games_in_the_main_process(run, number):
+def test_signal_to_all_with_the_games_in_the_main_process(run):
     """It saves, as with actors. The train_dir is where the user is, which the games do not change, nor litter."""
-    line = "        loss.backward()\n"
-    r = playing(run(*IN_PROCESS, "--train-dir", "there", edits=[(line, f"{line}        time.sleep(0.5)\n")]), 2)
+    r = playing(run(*IN_PROCESS, "--train-dir", "there"), 2)
     folder = r.folder / "there" / "e"
-    r.wait_for(lambda: "bottleneck: learner" in r.text(), 60, "what is slow")
-    os.killpg(r.process.pid, number)
+    goes_on(r, 0)
+    os.killpg(r.process.pid, signal.SIGINT)
     assert r.wait(30) == 130
     assert "Traceback" not in r.text() and "stopped: " in r.text()
     (path,) = (folder / "checkpoints").iterdir()
@@ -363,23 +412,11 @@ def test_main_killed_while_actors_step(run, tmp_path):
 
 def test_more_files_than_the_soft_limit(run):
     """Each actor needs some in the main process, and the usual limit is 1,024."""
-    line = "    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
-    r = run(*SMALL, edits=[(line, line + "    resource.setrlimit(resource.RLIMIT_NOFILE, (18, most))\n")])
+    limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (18, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
+    r = run(*SMALL, edits=[replacing(f'if __name__ == "__main__":  # and not in the actors\n    {limit}\n')])
     goes_on(r, 0)
     assert len(os.listdir(f"/proc/{r.process.pid}/fd")) > 18
     stop(r)
-
-
-def test_truncated_newest_checkpoint(run):
-    r = run(*SMALL[:-1], "300", "--save-every-sec", "0")
-    assert r.wait(60) == 0
-    newest, before = checkpoints(r)[::-1][:2]
-    newest.write_bytes(newest.read_bytes()[:1000])
-    step = torch.load(before, weights_only=True)["global_step"]
-    r = run("--experiment", "e", "--total-timesteps", "600")
-    assert r.wait(60) == 0
-    assert f"warning: {newest} cannot be read" in r.text() and f"resuming {r.folder / 'e'} at step {step:,};" in r.text()
-    assert "override: total_timesteps 300 -> 600" in r.text()
 
 
 def test_dev_shm_too_small(tmp_path):
@@ -389,23 +426,3 @@ def test_dev_shm_too_small(tmp_path):
         pytest.skip(f"needs the right to mount: {result.stderr.strip()}")
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert re.search(r"error: /dev/shm has 2 MiB free, \d+ MiB are needed", result.stderr)
-
-
-def test_memory_and_descriptors_stay_flat(run):
-    """A short soak: the long one is a benchmark. Descriptors may not grow at all, memory settles after the first updates."""
-
-    def usage() -> tuple[int, int]:
-        pages = int(open(f"/proc/{r.process.pid}/statm").read().split()[1])
-        fds = []
-        for _ in range(5):  # TensorBoard opens its file anew for each record
-            fds.append(len(os.listdir(f"/proc/{r.process.pid}/fd")))
-            time.sleep(0.05)
-        return min(fds), pages * os.sysconf("SC_PAGE_SIZE") // 2**20
-
-    r = run(*SMALL)
-    goes_on(r, 0)
-    time.sleep(4)
-    fds, memory = usage()
-    time.sleep(6)
-    assert usage()[0] <= fds and usage()[1] <= memory + 40
-    stop(r)

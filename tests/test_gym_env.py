@@ -189,8 +189,8 @@ def test_a_time_limit_is_not_a_death():
 def mine(run, tmp_path):
     """Starts a copy of the file, in a folder where the user's own module is all there is beside it."""
 
-    def start(*flags: str, module: str = MINE):
-        (tmp_path / "my_module.py").write_text(module)
+    def start(*flags: str):
+        (tmp_path / "my_module.py").write_text(MINE)
         script = edited(tmp_path, "appo_gym", REPORTS, source=ROOT / "appo_gym.py")
         return run(*SMALL, "--env-id", "my_module:Mine-v0", *flags, script=script)
 
@@ -213,12 +213,15 @@ def test_an_environment_of_ones_own_needs_no_edit(mine, tmp_path):
     ("speed=np.ones(3))", "speed=np.ones(4))", "ValueError: the observation's part obs/speed, float64 (4,), is not in its space, Box(-9.0, 9.0, (3,)"),
     ("speed=np.ones(3))", "spede=np.ones(3))", "obs keys: ['camera', 'place', 'spede'], space keys: ['camera', 'place', 'speed']"),
 ])  # fmt: skip
-def test_an_environment_that_misbehaves_is_told_what_it_did(mine, old, new, sentence):
+def test_an_environment_that_misbehaves_is_told_what_it_did(main, tmp_path, monkeypatch, old, new, sentence):
     assert MINE.count(old) == 1
-    r = mine("--num-workers", "1", module=MINE.replace(old, new))
-    assert r.wait(60) in (1, 2)
-    last = r.text().splitlines()[-1]
-    assert last.startswith("error: ") and sentence in last, r.text()
+    (tmp_path / "my_module.py").write_text(MINE.replace(old, new))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+    code, text = main(appo_gym, *SMALL[:2], "--train-dir", tmp_path, "--env-id", "my_module:Mine-v0", "--num-workers", 0, "--num-envs-per-worker", 2,
+                      "--num-batches-per-epoch", 1, "--device", "cpu")  # fmt: skip
+    last = text.splitlines()[-1]
+    assert code == 2 and last.startswith("error: ") and sentence in last, text
 
 
 def test_what_is_not_there_is_not_spoken_of(run, tmp_path):

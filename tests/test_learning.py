@@ -1,6 +1,131 @@
-"""A small real environment is learned: the whole pipeline, asynchronous, with the default hyper-parameters."""
+"""Every file learns, with its own loss, masks and defaults; and the whole pipeline learns a real game, asynchronously."""
 
+import gc
+import importlib
 import re
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+
+class Echo(gym.vector.VectorEnv):
+    """Shows one of three cues in each step. The right action names the cue of the step before, or without `memory` the one that is
+    shown, and is rewarded a step later. All actions but the first and the last of an episode count, together 1. The cue is faint beside
+    what is always there, so that inputs must be normalised. And the step that only resets rewards a wrong action much more, which nobody
+    may learn from."""
+
+    metadata = dict(autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+    LENGTH, TRAP = 8, 2.0
+
+    def __init__(self, num_envs: int, memory: bool, image: bool = True, continuous: bool = False, more: dict | None = None):
+        self.num_envs, self.memory, self.image, self.continuous, self.more = num_envs, memory, image, continuous, more or {}
+        space = gym.spaces.Box(0, 255, (36, 36, 3), np.uint8) if image else gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        self.single_observation_space = gym.spaces.Dict(dict(obs=space) | self.more)
+        self.single_action_space = gym.spaces.Box(-1.0, 1.0, (1,)) if continuous else gym.spaces.Discrete(3)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        n, self.rng = self.num_envs, np.random.default_rng(seed)
+        self.t, self.earned, self.ended, self.cue = np.zeros(n, int), np.zeros(n), np.zeros(n, bool), np.zeros(n, int)
+        return self.look(), {}
+
+    def look(self) -> dict:
+        self.before, self.cue = self.cue, self.rng.integers(3, size=self.num_envs)
+        if self.image:
+            obs = np.full((self.num_envs, 36, 36, 3), 120, np.uint8)
+            for cue in range(3):
+                obs[self.cue == cue, :, 12 * cue : 12 * cue + 12] += 4
+        else:
+            obs = (100 + np.eye(3)[self.cue]).astype(np.float32)
+        return dict(obs=obs) | {name: np.zeros((self.num_envs, *space.shape), space.dtype) for name, space in self.more.items()}
+
+    def agrees(self, actions, cue) -> np.ndarray:
+        return np.maximum(0, 1 - abs(actions[:, 0] - (cue - 1) / 2)) if self.continuous else (actions == cue).astype(float)
+
+    def step(self, actions):
+        resets, right = self.ended, self.before if self.memory else self.cue
+        trap = self.TRAP * self.agrees(actions, (right + 1) % 3)
+        reward = np.where(resets, trap, self.earned / (self.LENGTH - 2))
+        self.earned = self.agrees(actions, right) * (self.t > 0) * ~resets
+        self.t = np.where(resets, 0, self.t + 1)
+        self.ended = self.t == self.LENGTH
+        odd = np.arange(self.num_envs) % 2 == 1
+        return self.look(), reward, self.ended & odd, self.ended & ~odd, {}
+
+
+def test_the_environment_that_all_files_learn():
+    """Who does the right thing gets 1, and 3 actions at random a third of it."""
+    def mean_return(memory: bool, right: bool) -> float:
+        envs, total = Echo(200, memory), np.zeros(200)
+        envs.reset(seed=0)
+        for t in range(2 * (Echo.LENGTH + 1)):
+            cue = envs.before if memory else envs.cue
+            _, reward, *_ = envs.step(cue if right else envs.rng.integers(3, size=200))
+            total += reward * (t % (Echo.LENGTH + 1) != Echo.LENGTH)
+        assert not envs.ended.any() and not envs.t.any(), "the last step has only reset"
+        return total.mean() / 2
+
+    for memory in (True, False):
+        assert mean_return(memory, right=True) == pytest.approx(1)
+        assert mean_return(memory, right=False) == pytest.approx(1 / 3, abs=0.05)
+
+
+# A file's environment and flags, where they are not the defaults; steps until it plays well, and twice as many to be sure
+FILES = {
+    "appo_gym": (dict(memory=True, image=False), dict(rnn_type="gru", hidden_size=64), 20_000),
+    "appo_doom": (dict(memory=True), dict(hidden_size=128), 30_000),
+    "appo_doom_multigpu": (dict(memory=True), dict(hidden_size=128), 30_000),
+    "appo_pbt_doom": (dict(memory=True), dict(hidden_size=128, num_policies=1), 30_000),
+    "appo_atari": (dict(memory=False), dict(hidden_size=128), 30_000),
+    "appo_atari_replay": (dict(memory=False), dict(hidden_size=128, replay_rollouts=100), 30_000),
+    "appo_dmlab": (dict(memory=True, more=dict(words=gym.spaces.Box(0, 999, (16,), np.int64), task=gym.spaces.Box(0, 0, (), np.int64))),
+                   dict(hidden_size=128, encoder="convnet"), 30_000),
+    "appo_mujoco": (dict(memory=False, image=False, continuous=True), {}, 40_000),
+}  # fmt: skip
+
+
+def learn_here(appo, args) -> list:
+    """What `train` does with processes of its own for each policy, for one policy in this thread. Returns the last episodes."""
+    args, device = appo.resolve(args), torch.device("cpu")
+    torch.manual_seed(args.seed)
+    share, spaces = appo.share_of(args), appo.spaces_of(args)
+    agent, mailbox = appo.Agent(spaces, share), appo.Mailbox(spaces, args.num_envs_per_worker, 0)
+    inference = appo.Inference(share, spaces, agent, device, mailbox)
+    learner, slots = appo.Learner(share, agent, inference, device), []
+    envs = appo.WorkerEnvs(args, np.arange(args.num_envs_per_worker).reshape(1, -1, 1), inference.arrays, args.seed)
+    envs.reset(0)
+    while learner.global_step < args.total_timesteps:
+        while not inference.serve([0]):
+            while not inference.full.empty():
+                slots.extend(inference.full.get()[0])
+            count = share.batch_size // share.rollout
+            learner.iterate(np.array(slots[:count]))
+            slots = slots[count:]
+        envs.step(0)
+    return list(inference.episodes)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_learns(name, tmp_path, monkeypatch):
+    appo = importlib.import_module(name)
+    env, flags, steps = FILES[name]
+    monkeypatch.setattr(appo, "make_envs", lambda args, num_envs, **options: Echo(num_envs, **env))
+    monkeypatch.setattr(appo, "check_level", lambda args: None, raising=False)  # DeepMind Lab's engine is not asked for
+    several = hasattr(appo, "train_policy")
+    small = dict(num_workers=int(several), num_envs_per_worker=16, worker_num_splits=1, rollout=8, sync=True, device="cpu",
+                 learner_threads=1, inference_threads=1, train_dir=str(tmp_path), experiment="e")  # fmt: skip
+    args = appo.Args(**small | flags, total_timesteps=steps)
+    gc.collect()
+    if several:
+        monkeypatch.setattr(appo, "seats_of", lambda args: 1)
+        episodes = learn_here(appo, args)
+    else:
+        assert appo.train(args, tmp_path / "e") == 0
+        newest = torch.load(max((tmp_path / "e" / "checkpoints").glob("checkpoint_*")), weights_only=True)
+        episodes = newest["episodes"][0] if name == "appo_dmlab" else newest["episodes"]
+    assert len(episodes) == 100 and np.mean(episodes, axis=0)[0] > 0.8, "random actions have a third"
 
 
 def test_basic_is_learned(run):

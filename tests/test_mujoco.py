@@ -12,7 +12,7 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
-from edited import REPORTS, ROOT, edited
+from edited import REPORTS, ROOT, edited, load
 from test_algorithm import at, direct_vtrace, learner_of, make_agent, make_batch, observations
 from test_command_line import TAGS, scalars
 from torch.distributions import Independent, Normal, kl_divergence
@@ -203,14 +203,11 @@ def test_every_task_has_a_network(task):
     envs.close()
 
 
-def test_batches_that_one_game_cannot_fill(run):
-    """Four batches of a rollout of every row: one sentence says that one row is too few. Many small ones: a warning says what lag leaves out."""
-    with pytest.raises(UserError, match="needs one rollout of every row: 4 batches"):
-        appo.resolve(Args(num_workers=0, num_envs_per_worker=1, device="cpu"))
-    with pytest.raises(UserError, match="needs one rollout of every row: 4 batches of 32"):
-        appo.resolve(Args(num_workers=0, num_envs_per_worker=1, device="cpu", batch_size=32))
-    r = run("--batch-size", "32", "--num-workers", "2", "--total-timesteps", "1000", "--device", "cpu", script=SCRIPT)
-    assert r.wait(90) == 0 and "warning: samples with a lag of 100 (--max-policy-lag) are not learned from" in r.text()
+def test_batches_that_one_game_cannot_fill():
+    """Four batches of a rollout of every row: one sentence says that one row is too few."""
+    for batch_size in (None, 32):
+        with pytest.raises(UserError, match="needs one rollout of every row: 4 batches of 32"):
+            appo.resolve(Args(num_workers=0, num_envs_per_worker=1, device="cpu", batch_size=batch_size))
 
 
 # --- the policy
@@ -393,7 +390,7 @@ def test_the_size_of_the_rewards_does_not_matter():
 # --- as a user runs it
 
 
-def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys):
+def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
     often = ('(seconds := change["time"]) < 5:', '(seconds := change["time"]) < 0.05:')
     script = edited(tmp_path, "appo_mujoco_edited", often, source=SCRIPT)
     r = run(*SMALL, "--experiment", "e", "--env-id", "Hopper-v5", "--total-timesteps", "3000", "--rnn-type", "lstm", "--adaptive-stddev",
@@ -405,8 +402,8 @@ def test_train_resume_evaluate(run, tmp_path, monkeypatch, capsys):
     rates = [event.value for event in found["charts/learning_rate"]]
     assert rates == sorted(rates, reverse=True) and rates[-1] < 0.9 * Args.learning_rate
     assert all(event.value == pytest.approx(4 * sps.value) for event, sps in zip(found["charts/FPS"], found["charts/SPS"], strict=True))
-    r = run("--experiment", "e", "--total-timesteps", "4000", script=script)
-    assert r.wait(90) == 0 and "override: total_timesteps 3000 -> 4000" in r.text() and "resuming" in r.text()
+    code, text = main(load(script), "--train-dir", tmp_path, "--experiment", "e", "--total-timesteps", 4000)
+    assert code == 0 and "override: total_timesteps 3000 -> 4000" in text and "resuming" in text
     agent, args, _ = appo.load_agent(tmp_path / "e", device="cpu")
     assert agent.critic.count > agent.critic.START + 3000 and agent.critic.std != 1.0, "PopArt goes on where it was"
     envs = appo.make_envs(args, 1)  # a trained policy in code of one's own, as in README.md

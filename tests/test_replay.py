@@ -373,19 +373,19 @@ def test_what_is_replayed_is_what_was_learned_from(appo, train, monkeypatch, set
 
 
 @pytest.mark.parametrize("own", [
-    ("--num-envs-per-worker", "4", "--rollout", "8", "--num-batches-per-epoch", "2", "--num-epochs", "2", "--rnn-type", "gru"),
-    ("--num-envs-per-worker", "6", "--rollout", "5", "--max-policy-lag", "1", "--num-epochs", "2", "--exploration-loss", "symmetric_kl"),
-    ("--num-envs-per-worker", "9", "--rollout", "16", "--num-batches-per-epoch", "3", "--machado", "--vtrace-rho", "1.5"),
+    dict(num_envs_per_worker=4, rollout=8, num_batches_per_epoch=2, num_epochs=2, rnn_type="gru"),
+    dict(num_envs_per_worker=6, rollout=5, max_policy_lag=1, num_epochs=2, exploration_loss="symmetric_kl"),
+    dict(num_envs_per_worker=9, rollout=16, num_batches_per_epoch=3, machado=True, vtrace_rho=1.5),
 ])  # fmt: skip
-def test_nothing_replayed_is_appo_atari(run, own):
+def test_nothing_replayed_is_appo_atari(tmp_path, own):
     """With --replay-share 0 two runs end with the same checkpoint to the bit."""
-    flags = ("--num-workers", "0", "--hidden-size", "32", "--device", "cpu", "--learner-threads", "1", "--inference-threads", "1",
-             "--total-timesteps", "700", *own)  # fmt: skip
+    small = dict(num_workers=0, hidden_size=32, device="cpu", learner_threads=1, inference_threads=1, total_timesteps=700)
     ends = []
-    for name, more in (("appo_atari", ()), ("appo_atari_replay", ("--replay-share", "0", "--replay", "elite"))):
-        r = run(*flags, *more, "--experiment", name, script=ROOT / f"{name}.py")
-        assert r.wait(60) == 0, r.text()
-        (path,) = (r.folder / name / "checkpoints").glob("checkpoint_*")
+    for file, more in ((appo_atari, {}), (appo_atari_replay, dict(replay_share=0.0, replay="elite"))):
+        gc.collect()
+        folder = tmp_path / file.__name__
+        assert file.train(file.Args(**small | own | more), folder) == 0
+        (path,) = (folder / "checkpoints").glob("checkpoint_*")
         ends.append(torch.load(path, weights_only=True))
     one, two = ends
     assert one["version"] == two["version"] > 10
@@ -415,20 +415,20 @@ def test_as_a_user_runs_it(run, tmp_path):
     assert done.returncode == 0 and "1 episodes, sampled actions" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_run_without_replay_is_not_resumed_with_it_in_silence(run):
+def test_a_run_without_replay_is_not_resumed_with_it_in_silence(main, tmp_path):
     """What changes is said, flag by flag."""
     flags = ("--env-id", "Pong-v5", "--num-workers", "0", "--num-envs-per-worker", "4", "--rollout", "8", "--hidden-size", "32", "--device", "cpu",
-             "--experiment", "e")  # fmt: skip
-    r = run(*flags, "--total-timesteps", "200", script=ROOT / "appo_atari.py")
-    assert r.wait(60) == 0, r.text()
-    r = run(*flags, "--total-timesteps", "300", "--batch-size", "64", script=SCRIPT)
-    assert r.wait(60) == 0, r.text()
-    said = [line.removeprefix("override: ") for line in r.text().splitlines() if line.startswith("override: ")]
+             "--train-dir", tmp_path, "--experiment", "e")  # fmt: skip
+    code, text = main(appo_atari, *flags, "--total-timesteps", "200")
+    assert code == 0, text
+    code, text = main(appo_atari_replay, *flags, "--total-timesteps", "300", "--batch-size", "64")
+    assert code == 0, text
+    said = [line.removeprefix("override: ") for line in text.splitlines() if line.startswith("override: ")]
     new = [name for name in vars(appo_atari_replay.Args()) if name not in vars(appo_atari.Args())]
     assert said == ["file appo_atari.py -> appo_atari_replay.py", "total_timesteps 200 -> 300", "batch_size 32 -> 64",
                     *(f"{name} none -> {getattr(appo_atari_replay.Args, name)}" for name in new)]  # fmt: skip
     assert "replay none -> uniform" in said and "replay_share none -> 0.5" in said and len(new) == 9
-    assert re.search("resuming .* at step 2[0-9]{2}; .*; nothing to replay yet\n", r.text()), r.text()
+    assert re.search("resuming .* at step 2[0-9]{2}; .*; nothing to replay yet\n", text), text
 
 
 @pytest.mark.parametrize("flags, expected", [

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from edited import ROOT, edited
+from edited import ROOT, edited, replacing
 
 VARIANTS = ("appo_doom.py", "appo_gym.py", "appo_atari.py", "appo_atari_replay.py", "appo_dmlab.py", "appo_mujoco.py",
             "appo_pbt_doom.py")  # fmt: skip
@@ -97,12 +97,46 @@ def play(tmp_path_factory):
         yield ask
 
 
+# How often the host waits for the device in one call of a method: what is not named here waits never. Inference waits for the actions
+# that it replies with, an optimiser step for whether it is finite, statistics for the number of valid samples and whether they are finite
+WAITS = dict(act=1, update=1, update_normalizers=2)
+LAUNCHES = dict(act=60, serve=10, gather=20, update=400, publish=2, update_normalizers=40)  # at most, of the smallest network's kernels
+
+
+def assert_costs(costs: dict) -> None:
+    waits = {name.removesuffix(": synchronisations"): n for name, n in costs.items() if name.endswith(": synchronisations")}
+    assert {name: n for name, n in waits.items() if n > WAITS.get(name, 0)} == {}, costs
+    launches = {name.removesuffix(": launches"): n for name, n in costs.items() if name.endswith(": launches")}
+    assert {name: n for name, n in launches.items() if n > LAUNCHES.get(name, 0)} == {}, costs
+
+
 # The text that synchronises is the same in all files, see test_agreement.py
 @pytest.mark.parametrize("variant, ahead", [(VARIANTS[0], 0), *((variant, 1) for variant in VARIANTS)])
 def test_order(play, variant, ahead):
     answer = play(ROOT / variant, "order", ahead, False)
     assert (answer["error"], answer["reports"]) == ("", [])
-    print(answer["costs"])
+    assert_costs(answer["costs"])
+
+
+STRAY = """
+usual = {0}
+
+
+def {0}(*arguments):
+    result = usual(*arguments)
+    {1}
+    return result
+"""
+
+
+@pytest.mark.parametrize("name, line", [("sample_actions", "result[1].sum().item()"), ("evaluate_actions", "result[0].isnan().any().item()"),
+                                        ("evaluate_actions", "[x + 1 for x in result for _ in range(100)]")])  # fmt: skip
+def test_what_costs_more_is_found(play, tmp_path, name, line):
+    """A host that waits once more, while it acts or learns; a hundred more kernels."""
+    answer = play(edited(tmp_path, "appo_stray", replacing(STRAY.format(name, line)), source=ROOT / VARIANTS[0]), "order", 0, False)
+    assert (answer["error"], answer["reports"]) == ("", [])
+    with pytest.raises(AssertionError):
+        assert_costs(answer["costs"])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

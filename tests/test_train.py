@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,6 +41,18 @@ def train(appo, tmp_path):
         return appo.train(appo.Args(**small | settings), tmp_path / "run")
 
     return train
+
+
+@pytest.fixture
+def often(appo, monkeypatch):
+    """A report after every iteration, as if five seconds had passed."""
+    update = appo.Reporter.update
+
+    def report(self, metrics):
+        self.last["time"] -= 5
+        return update(self, metrics)
+
+    monkeypatch.setattr(appo.Reporter, "update", report)
 
 
 @pytest.fixture
@@ -335,16 +348,117 @@ def test_samples_that_will_be_too_old_are_warned_of(train, prepared, capsys):
         assert ("warning: samples with a lag of 3 (--max-policy-lag) are not learned from" in text) == (limit == 3)
 
 
-def test_a_metric_of_ones_own(train, tmp_path):
+def test_a_metric_of_ones_own(appo, train, often, tmp_path, monkeypatch):
     """One name added to EPISODE, of what `info` has in every step. A run of before goes on, whose episodes had no such number."""
-    edits = ('trained", "episodic_length")', 'trained", "episodic_length", "kills")'), (REPORTS[0], '(seconds := change["time"]) < 0:')
-    kills = COUNTING.replace('{"raw_reward": 2 * reward}', '{"raw_reward": 2 * reward, "kills": int(action[1])}')
+
+    class Env(appo.Env):
+        def step(self, action):
+            *others, info = super().step(action)
+            return *others, info | dict(kills=int(action[1]))
+
     assert train() == 0
-    assert train(load(with_envs(tmp_path, "appo_metric", kills, *edits)), total_timesteps=600) == 0
+    monkeypatch.setattr(appo, "Env", Env)
+    monkeypatch.setattr(appo, "EPISODE", (*appo.EPISODE, "kills"))
+    assert train(total_timesteps=600) == 0
     events = EventAccumulator(str(tmp_path / "run")).Reload()
     kills, lengths = (np.array([event.value for event in events.Scalars(f"charts/{name}")]) for name in ("kills", "episodic_length"))
-    assert len(kills) == len(lengths) > 10 and 1 < kills[-1] / lengths[-1] < 2, "an action of 0 to 3 in each step"
+    assert len(lengths) > len(kills) > 10 and 1 < kills[-1] / lengths[-1] < 2, "an action of 0 to 3 in each step"
     assert {len(episode) for episode in newest(tmp_path)["episodes"]} == {4}
+
+
+def test_the_x_axis_after_a_crash(appo, train, often, tmp_path, monkeypatch):
+    """A run goes on from its last checkpoint: what was reported after that does not stand beside what comes now."""
+    iterate, crash = appo.Learner.iterate, itertools.count()
+
+    def fail(self, slots):
+        if next(crash) == 8:
+            raise RuntimeError("now")
+        return iterate(self, slots)
+
+    def reported() -> list[int]:
+        events = EventAccumulator(str(tmp_path / "run"), size_guidance=dict(scalars=0)).Reload()
+        return [event.step for event in events.Scalars("charts/SPS")]
+
+    assert train() == 0
+    saved = newest(tmp_path)["global_step"]
+    with monkeypatch.context() as crashing:
+        crashing.setattr(appo.Learner, "iterate", fail)
+        with pytest.raises(RuntimeError, match="now"):
+            train(total_timesteps=600)
+    before = reported()
+    assert before[-1] > saved + 50 and newest(tmp_path)["global_step"] == saved
+    assert train(total_timesteps=600) == 0
+    after = reported()
+    assert after == sorted(set(after)) and after[-1] >= 600
+    assert [step for step in after if step <= saved] == [step for step in before if step <= saved], "what came before stays"
+
+
+def test_a_truncated_checkpoint_is_passed_over(appo, train, tmp_path, capsys):
+    assert train(save_every_sec=0.0) == 0
+    before, latest = checkpoints(tmp_path)
+    step = torch.load(before, weights_only=True)["global_step"]
+    latest.write_bytes(latest.read_bytes()[:1000])
+    assert train(total_timesteps=400) == 0
+    text = capsys.readouterr().out
+    assert f"warning: {latest} cannot be read" in text and f"resuming {tmp_path / 'run'} at step {step:,};" in text
+    for path in checkpoints(tmp_path):
+        path.write_bytes(path.read_bytes()[:1000])
+    files = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    with pytest.raises(appo.UserError, match="no checkpoint in .* can be read; move them away to start anew"):
+        train(total_timesteps=600)
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == files
+
+
+def test_a_run_of_an_older_file_goes_on(appo, train, main, tmp_path):
+    """One of its flags is gone, which nobody misses. Another is new, and has its default, which is said."""
+    assert train(learning_rate=0.001) == 0
+    path, step = tmp_path / "run" / "cfg.json", newest(tmp_path)["global_step"]
+    cfg = json.loads(path.read_text())
+    cfg["args"]["flag_of_old"] = 7
+    del cfg["args"]["ppo_clip_value"]
+    path.write_text(json.dumps(cfg))
+    assert appo.load_agent(tmp_path / "run")[2] == step, "it can be played"
+    code, text = main(appo, "--train-dir", tmp_path, "--experiment", "run", "--total-timesteps", 400)
+    assert code == 0 and f"resuming {tmp_path / 'run'} at step {step:,}; learning rate 0.001\n" in text
+    assert f"override: ppo_clip_value none -> {appo.Args.ppo_clip_value}\n" in text and "flag_of_old" not in text
+    args = json.loads(path.read_text())["args"]
+    assert "flag_of_old" not in args and args["ppo_clip_value"] == appo.Args.ppo_clip_value and newest(tmp_path)["global_step"] >= 400
+
+
+@pytest.mark.parametrize("change", ["a flag", "the file"])
+def test_a_changed_network_does_not_go_on(appo, train, tmp_path, monkeypatch, change):
+    """Whatever changed it. What is there stays as it is, and goes on as it was."""
+    assert train() == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".json", ".pth")}
+    with monkeypatch.context() as changed:
+        if change == "the file":
+            build = appo.Agent.__init__
+            one_more = torch.nn.Linear(2, 2)
+            changed.setattr(appo.Agent, "__init__", lambda self, *arguments: (build(self, *arguments), self.add_module("more", one_more))[0])
+        with pytest.raises(appo.UserError, match="the network in .*run does not fit basic, these flags or this file"):
+            train(total_timesteps=400, **dict(hidden_size=16) if change == "a flag" else {})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".json", ".pth")} == before
+    assert train(total_timesteps=400) == 0 and newest(tmp_path)["global_step"] >= 400
+
+
+def test_nothing_grows(appo, train, tmp_path, monkeypatch):
+    """Neither tensors nor file descriptors, and no other memory, by as much as one tensor in an update."""
+    seen, iterate, count = {}, appo.Learner.iterate, itertools.count()
+
+    def spy(self, slots):
+        if (i := next(count)) in (100, 400):
+            gc.collect()
+            tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+            descriptors = min(len(os.listdir("/proc/self/fd")) for _ in range(5) if not time.sleep(0.02))  # TensorBoard opens its file anew
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            seen[i] = len(tensors), sum(x.nbytes for x in tensors) / 2**20, descriptors, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return iterate(self, slots)
+
+    monkeypatch.setattr(appo.Learner, "iterate", spy)
+    assert train(num_workers=2, batch_size=20, total_timesteps=9000) == 0
+    one, two = seen[100], seen[400]
+    assert two[0] < one[0] + 150 and two[1] < one[1] + 2, "less than half a tensor in an update"
+    assert two[2] <= one[2] and two[3] < one[3] + 15, (one, two)
 
 
 @pytest.fixture
@@ -390,3 +504,18 @@ def test_a_window_without_an_update_is_warned_of(reporter):
 def test_the_bottleneck_is_named(reporter, counts, name):
     report(reporter, **counts)
     assert f"bottleneck: {name}, lag" in reporter.lines[0]
+
+
+@pytest.mark.parametrize("slow", ["learner", "environments", "inference"])
+def test_what_is_slow_is_named(tmp_path_factory, train, tmp_path, monkeypatch, slow):
+    """Of a real pipeline, in which one part sleeps."""
+    line, often = "        self.count += 1\n", (REPORTS[0], '(seconds := change["time"]) < 0.5:')
+    envs = COUNTING.replace(line, f"{line}        time.sleep(0.02)\n") if slow == "environments" else COUNTING
+    appo = load(with_envs(tmp_path_factory.mktemp(slow), f"appo_slow_{slow}", envs, often))
+    if slow != "environments":
+        cls, name = (appo.Learner, "update") if slow == "learner" else (appo.Inference, "act")
+        usual = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda *arguments: (usual(*arguments), time.sleep(0.05))[0])
+    assert train(appo, num_workers=2, batch_size=20, total_timesteps=10**6, train_for_seconds=3.0) == 0
+    named = re.findall("bottleneck: (.*), lag", (tmp_path / "run" / "log.txt").read_text())
+    assert len(named) > 2 and Counter(named).most_common(1)[0][0] == slow, named
