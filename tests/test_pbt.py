@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from edited import REPORTS, ROOT, edited, load
+from edited import REPORTS, ROOT, edited, load, replacing
 from test_command_line import TAGS, scalars
 
 import appo_doom
@@ -75,6 +75,11 @@ class Env:
 """
 
 
+OWN = """
+
+def make_env(args):
+    return Env()
+"""
 HUNG = "hung (its stack is above; a map that is not in the WAD does that, too)"
 
 
@@ -92,8 +97,7 @@ def env_seed(*entropy: int) -> int:
 
 @pytest.fixture(scope="session")
 def counting(tmp_path_factory):
-    return load(edited(tmp_path_factory.mktemp("pbt"), "pbt_counting", (GAME, "    return Env()\n"),
-                       ("\ndef make_env(", f"\n{COUNTING}\n\ndef make_env("), source=SCRIPT))  # fmt: skip
+    return load(edited(tmp_path_factory.mktemp("pbt"), "pbt_counting", replacing(COUNTING + OWN), source=SCRIPT))
 
 
 @pytest.mark.parametrize("policies, games, agents", [(2, 4, 2), (3, 3, 2), (4, 2, 2), (2, 2, 4), (4, 8, 1), (1, 3, 2), (3, 6, 4)])
@@ -782,11 +786,10 @@ class Env:
 def test_a_population_mends_what_ruinous_learning_rates_spoil(start, tmp_path):
     """Three of four policies begin with rates that learn nothing. In the end all of them play as well as the fourth: at each exchange
     the worst becomes a copy of the best."""
-    edits = (GAME, "    return Env()\n"), ("\ndef make_env(", f"\n{BRIGHT}\n\ndef make_env(")
     rates = '{"1": {"learning_rate": 1e-8}, "2": {"learning_rate": 1e-8}, "3": {"learning_rate": 0.5}}'
     r = start("--num-policies", "4", "--num-envs-per-worker", "8", "--frameskip", "1", "--gamma", "0", "--rnn-type", "none", "--learning-rate",
               "0.002", "--with-pbt", "--pbt-start-mutation", "2000", "--pbt-period-env-steps", "1000", "--pbt-replace-fraction", "0.25",
-              "--policy-settings", rates, edits=edits)  # fmt: skip
+              "--policy-settings", rates, edits=[replacing(BRIGHT + OWN)])  # fmt: skip
 
     def returns() -> list[float]:
         """The last one of each policy."""
@@ -1070,12 +1073,28 @@ def sentence(index: int | str, code: int) -> str:
     return rf"error: policy {index} died \(exit code {code}\); to go on, give the same command with --experiment e"
 
 
+def in_the_second(lines: str) -> tuple[str, str]:
+    """An edit: what happens in the second policy after its twentieth loss was computed."""
+    return replacing(f"""
+policy_of_the_file, loss_of = train_policy, appo_loss
+
+
+def train_policy(args, policy, *arguments):
+    args.left = 20 if policy == 1 else np.inf
+    policy_of_the_file(args, policy, *arguments)
+
+
+def appo_loss(args, *arguments):
+    result, args.left = loss_of(args, *arguments), args.left - 1
+    if args.left > 0:
+        return result
+    {lines}
+""")
+
+
 def test_a_policy_that_dies_ends_the_run_with_one_sentence(start, tmp_path):
     """The second policy's loss is not finite after a while; the other saves, and so does the second, which has good weights."""
-    line = "        grad_norm = nn.utils.clip_grad_norm_("
-    broken = "        loss = loss * (torch.nan if os.environ['INDEX'] == '1' and self.version > 20 else 1.0)\n"
-    body = "    torch.manual_seed(args.seed + policy)\n"
-    r = start(edits=[(line, broken + line), (body, f"    os.environ['INDEX'] = str(policy)\n{body}")])
+    r = start(edits=[in_the_second("loss, *others = result\n    return loss * torch.nan, *others")])
     assert r.wait(90) == 2
     last = r.text().strip().splitlines()[-1]
     assert re.fullmatch(r"error: policy 1: the loss \(nan\) .* is not finite.*; what was learned before is saved", last), r.text()[-2000:]
@@ -1084,9 +1103,7 @@ def test_a_policy_that_dies_ends_the_run_with_one_sentence(start, tmp_path):
 
 
 def test_what_nobody_foresaw_saves_nothing_of_that_policy(start, tmp_path):
-    body, line = "    torch.manual_seed(args.seed + policy)\n", "            self.optimizer.step()\n"
-    broken = "            if os.environ['INDEX'] == '1' and self.version > 20:\n                raise IndexError('a mistake')\n"
-    r = start(edits=[(line, broken + line), (body, f"    os.environ['INDEX'] = str(policy)\n{body}")])
+    r = start(edits=[in_the_second("raise IndexError('a mistake')")])
     assert r.wait(90) == 2 and "IndexError: a mistake" in r.text()
     assert (tmp_path / "e" / "policy_00" / "checkpoints").exists() and not (tmp_path / "e" / "policy_01" / "checkpoints").exists()
 
@@ -1179,8 +1196,13 @@ def test_a_match_with_a_dead_or_hanging_player_costs_an_actor_and_ends_with_main
     r.wait()
 
 
+def short_duels(seconds: int) -> tuple[str, str]:
+    changed = "{name: SCENARIOS[name]._replace(time_limit=35 * %d) for name in ('duel', 'duel_bots')}" % seconds
+    return replacing(f"SCENARIOS.update({changed})")
+
+
 def test_matches_between_checkpoints(start, tmp_path):
-    r = start(*MATCH, "--total-timesteps", "300", edits=[("time_limit=4 * 60 * 35", "time_limit=5 * 35")])
+    r = start(*MATCH, "--total-timesteps", "300", edits=[short_duels(5)])
     assert r.wait(120) == 0 and re.search(r"done: [\d,]+, [\d,]+ steps, 0 actors replaced", r.text()), r.text()
     text = played(tmp_path / "e", "--episodes", "4", "--save-video")
     found = re.search(r"0 against 1: (\d+) wins, (\d+) losses, (\d+) ties; (none|\d+% \(\d+% to \d+%\)) of the decided", text)
@@ -1188,7 +1210,7 @@ def test_matches_between_checkpoints(start, tmp_path):
     assert len(re.findall(r"policy [01]: 4 episodes, return", text)) == 2
     assert (tmp_path / "e" / "video.mp4").stat().st_size > 1000
     shutil.copytree(tmp_path / "e", tmp_path / "other" / "e")
-    edited(tmp_path, "pbt_edited", ("time_limit=4 * 60 * 35", "time_limit=35"), source=SCRIPT)
+    edited(tmp_path, "pbt_edited", short_duels(1), source=SCRIPT)
     text = played(tmp_path / "e", "--episodes", "2", "--opponents", str(tmp_path / "other" / "e"), "--policies", "1")
     assert re.search(r"e/1 against other/e/1: \d wins, \d losses, \d ties", text), text
     text = played(tmp_path / "e", "--episodes", "2", "--env-id", "duel_bots")
