@@ -56,9 +56,7 @@ def direct_vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam
 def test_vtrace_is_the_papers_sum(appo, seed):
     rng = np.random.default_rng(seed)
     case = random_case(rng, T=int(rng.integers(1, 12)), B=int(rng.integers(1, 5)))
-    settings = dict(
-        rho_bar=float(rng.uniform(0.5, 2)), c_bar=float(rng.uniform(0.3, 1.5)), lam=float(rng.uniform(0.5, 1))
-    )
+    settings = dict(rho_bar=float(rng.uniform(0.5, 2)), c_bar=float(rng.uniform(0.3, 1.5)), lam=float(rng.uniform(0.5, 1)))
     for got, expected in zip(appo.vtrace(**case, **settings), direct_vtrace(**case, **settings)):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
@@ -86,9 +84,7 @@ def test_on_policy_vtrace_is_the_n_step_return(appo):
 def test_on_policy_advantage_is_gae(appo, lam):
     rng = np.random.default_rng(3)
     T, B = 20, 4
-    case = random_case(rng, T, B) | dict(
-        ratios=torch.ones(T, B, dtype=torch.float64), valid=torch.ones(T, B, dtype=torch.bool)
-    )
+    case = random_case(rng, T, B) | dict(ratios=torch.ones(T, B, dtype=torch.float64), valid=torch.ones(T, B, dtype=torch.bool))
     _, advantages = appo.vtrace(**case, rho_bar=1.0, c_bar=1.0, lam=lam)
     gae = torch.zeros(B, dtype=torch.float64)
     for t in reversed(range(T)):
@@ -103,9 +99,7 @@ def test_episodes_do_not_leak_into_each_other(appo):
     T = 12
     case = random_case(rng, T, 2)
     case["discounts"][:], case["valid"][:] = 0.97, True
-    case["discounts"][5, 0] = (
-        0.0  # row 0: action 5 terminates; obs[6] is the last one, action 6 is ignored, obs[7] is first
-    )
+    case["discounts"][5, 0] = 0.0  # row 0: action 5 terminates; obs[6] is the last one, action 6 is ignored, obs[7] is first
     case["valid"][6, :] = False  # row 1: the same with a time limit
     changed = {name: tensor.clone() for name, tensor in case.items()}
     changed["rewards"][6:] += 100.0
@@ -181,7 +175,9 @@ def learner_of(appo, args, agent, slots=12, T=6):
         for field, value in [(rollouts.obs[key], x[key]) for key in x] if name == "obs" else [(getattr(rollouts, name, None), x)]:
             if field is not None:
                 field[:] = value if torch.is_tensor(field) else value.numpy()
-    inference = SimpleNamespace(acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, counts=Counter(), rollouts=rollouts)
+    inference = SimpleNamespace(
+        acting=SimpleNamespace(publish=lambda version: None), release=lambda slots: None, counts=Counter(), rollouts=rollouts
+    )
     args.num_workers, args.worker_num_splits, args.batch_size = 1, 1, 256
     learner = appo.Learner(args, agent, inference, torch.device("cpu"))
     if hasattr(learner, "kept"):  # no old rollouts
@@ -453,7 +449,9 @@ def test_every_buffer_reaches_the_acting_copies(appo):
         acting.publish(version)
         with acting.use(acting.current) as policy:
             assert policy.version == version and policy.agent.own.tolist() == [version] * 3
-            assert all(torch.equal(one, two) for one, two in zip([*policy.agent.parameters(), *policy.agent.buffers()], learned, strict=True))
+            assert all(
+                torch.equal(one, two) for one, two in zip([*policy.agent.parameters(), *policy.agent.buffers()], learned, strict=True)
+            )
 
 
 def test_every_thread_has_its_own_number_of_cpu_threads(appo):

@@ -116,10 +116,14 @@ def test_flags_reach_the_games():
                     img_height=84, img_width=84, gray_scale=True)  # fmt: skip
     assert {name: found[name] for name in expected} == expected
     found = config()
-    expected = dict(frame_skip=4, episodic_life=True, noop_max=30, use_fire_reset=True, repeat_action_probability=0.0, full_action_space=False)
+    expected = dict(
+        frame_skip=4, episodic_life=True, noop_max=30, use_fire_reset=True, repeat_action_probability=0.0, full_action_space=False
+    )
     assert {name: found[name] for name in expected} == expected
     found = config(machado=True)
-    expected = dict(frame_skip=4, episodic_life=False, noop_max=1, use_fire_reset=False, repeat_action_probability=0.25, full_action_space=True)
+    expected = dict(
+        frame_skip=4, episodic_life=False, noop_max=1, use_fire_reset=False, repeat_action_probability=0.25, full_action_space=True
+    )
     assert {name: found[name] for name in expected} == expected
     assert appo.make_envs(Args(machado=True), 1).single_action_space.n == 18 and appo.make_envs(Args(), 1).single_action_space.n == 4
     with pytest.raises(UserError, match="--machado sets --sticky-actions itself"):

@@ -65,7 +65,8 @@ def test_train_and_resume(run, main, tmp_path, name, game, other, learning_rate)
     assert (
         cfg["args"]["batch_size"] == 64
         and cfg["resolved"]["precision"] == "float32"
-        and cfg["packages"]["torch"] == torch.__version__ and "vizdoom" in cfg["packages"]
+        and cfg["packages"]["torch"] == torch.__version__
+        and "vizdoom" in cfg["packages"]
     )
     found = scalars(tmp_path / "e")
     assert set(found) == TAGS, "the tags are those of the table"

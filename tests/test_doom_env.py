@@ -126,15 +126,10 @@ def test_measurements_and_shaping():
     assert env.bonus(state(2, 9, 70, 0), state(4, 9, 70, 0)) == 0, "a weapon just drawn"
     env.weapons.extend([4] * 2)
     assert env.bonus(state(4, 9, 70, 0), state(4, 9, 70, 0)) == 0, "the fourth step"
-    assert env.bonus(state(4, 9, 70, 0), state(4, 9, 70, 0)) == pytest.approx(5 * held), (
-        "of the weapon held, not always of the best"
-    )
+    assert env.bonus(state(4, 9, 70, 0), state(4, 9, 70, 0)) == pytest.approx(5 * held), "of the weapon held, not always of the best"
     env.close()
     gathering = DoomEnv("health_gathering", 4)
-    assert (
-        gathering.bonus(state(0, 0, 50, 0), state(0, 0, 60, 0)) == 1
-        and gathering.bonus(state(0, 0, 50, 0), state(0, 0, 40, 0)) == 0
-    )
+    assert gathering.bonus(state(0, 0, 50, 0), state(0, 0, 60, 0)) == 1 and gathering.bonus(state(0, 0, 50, 0), state(0, 0, 40, 0)) == 0
     gathering.close()
 
 

@@ -111,8 +111,8 @@ def test_a_scenario_of_ones_own_is_trained_on_and_played(main, play, tmp_path, m
     shutil.copy(f"{vizdoom.scenarios_path}/basic.wad", here)
     (here / "own.cfg").write_text(WALK)
     monkeypatch.chdir(here)
-    code, text = main(appo, "--train-dir", tmp_path, "--experiment", "e", "--cfg-path", "own.cfg", "--num-workers", 0, "--num-envs-per-worker", 2,
-                      "--rollout", 8, "--hidden-size", 16, "--device", "cpu", "--total-timesteps", 40)  # fmt: skip
+    code, text = main(appo, "--train-dir", tmp_path, "--experiment", "e", "--cfg-path", "own.cfg", "--num-workers", 0, "--rollout", 8,
+                      "--num-envs-per-worker", 2, "--hidden-size", 16, "--device", "cpu", "--total-timesteps", 40)  # fmt: skip
     assert code == 0, text
     monkeypatch.chdir(elsewhere)
     code, text = play(tmp_path / "e", "--episodes", 2)

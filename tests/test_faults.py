@@ -420,7 +420,9 @@ def test_more_files_than_the_soft_limit(run):
 
 
 def test_dev_shm_too_small(tmp_path):
-    command = f"mount -t tmpfs -o size=2m tmpfs /dev/shm && exec {sys.executable} {ROOT / 'appo_doom.py'} --train-dir {tmp_path} --num-workers 2"
+    command = (
+        f"mount -t tmpfs -o size=2m tmpfs /dev/shm && exec {sys.executable} {ROOT / 'appo_doom.py'} --train-dir {tmp_path} --num-workers 2"
+    )
     result = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=60)
     if "unshare" in result.stderr or "mount:" in result.stderr:
         pytest.skip(f"needs the right to mount: {result.stderr.strip()}")

@@ -218,7 +218,7 @@ def test_an_environment_that_misbehaves_is_told_what_it_did(main, tmp_path, monk
     (tmp_path / "my_module.py").write_text(MINE.replace(old, new))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
-    code, text = main(appo_gym, *SMALL[:2], "--train-dir", tmp_path, "--env-id", "my_module:Mine-v0", "--num-workers", 0, "--num-envs-per-worker", 2,
+    code, text = main(appo_gym, "--train-dir", tmp_path, "--env-id", "my_module:Mine-v0", "--num-workers", 0, "--num-envs-per-worker", 2,
                       "--num-batches-per-epoch", 1, "--device", "cpu")  # fmt: skip
     last = text.splitlines()[-1]
     assert code == 2 and last.startswith("error: ") and sentence in last, text

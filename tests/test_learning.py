@@ -57,6 +57,7 @@ class Echo(gym.vector.VectorEnv):
 
 def test_the_environment_that_all_files_learn():
     """Who does the right thing gets 1, and 3 actions at random a third of it."""
+
     def mean_return(memory: bool, right: bool) -> float:
         envs, total = Echo(200, memory), np.zeros(200)
         envs.reset(seed=0)

@@ -74,7 +74,9 @@ def test_the_mailbox_is_what_the_task_says(task, falls, more):
 
 def test_a_time_limit_bootstraps_from_the_true_last_observation():
     """A real episode's end through inference, rollouts and learner into V-trace."""
-    args = appo.resolve(Args(num_envs_per_worker=2, num_workers=0, num_batches_per_epoch=1, rollout=1010, device="cpu", gamma=0.9, vtrace_lambda=1.0))
+    args = appo.resolve(
+        Args(num_envs_per_worker=2, num_workers=0, num_batches_per_epoch=1, rollout=1010, device="cpu", gamma=0.9, vtrace_lambda=1.0)
+    )
     device, spaces = torch.device("cpu"), appo.spaces_of(args)
     torch.manual_seed(0)
     agent = appo.Agent(spaces, args)

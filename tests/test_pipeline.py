@@ -26,7 +26,9 @@ class Pipeline:
 
     def __init__(self, appo, **settings):
         torch.manual_seed(0)
-        default = dict(num_workers=2, num_envs_per_worker=4, worker_num_splits=2, rollout=5, batch_size=20, hidden_size=32, inference_threads=1)
+        default = dict(
+            num_workers=2, num_envs_per_worker=4, worker_num_splits=2, rollout=5, batch_size=20, hidden_size=32, inference_threads=1
+        )
         default |= dict(batch_size=None) if settings.get("num_workers") == 0 else {}
         self.args = args = appo.resolve(appo.Args(device="cpu", precision="float32", **default | settings))
         spaces = appo.spaces_of(args)
@@ -75,7 +77,11 @@ class Pipeline:
         """Waits for the next full slots; returns copies of their content and frees them."""
         slots, content = self.get(), []
         for slot in slots:
-            fields = {name: np.array(np.asarray(field)[:, slot]) for name, field in vars(self.rollouts).items() if name not in ("obs", "rnn_state")}
+            fields = {
+                name: np.array(np.asarray(field)[:, slot])
+                for name, field in vars(self.rollouts).items()
+                if name not in ("obs", "rnn_state")
+            }
             fields |= {name: field[:, slot].numpy().copy() for name, field in self.rollouts.obs.items()}
             content.append(fields | dict(rnn_state=self.rollouts.rnn_state[slot].clone(), slot=slot))
         self.inference.release(slots)
@@ -87,17 +93,13 @@ def check_rollout(rollout: dict, T: int) -> tuple[int, int, int]:
     counter = rollout["vector"].astype(int)
     me = counter[0, 0]
     assert (rollout["obs"][:, 0, 0, 0] == me % 256).all(), "image and vector are of the same environment"
-    assert (rollout["obs"][:, 0, 0, 1] == counter[:, 1] % 256).all() and (
-        rollout["obs"][:, 0, 0, 2] == counter[:, 2]
-    ).all()
+    assert (rollout["obs"][:, 0, 0, 1] == counter[:, 1] % 256).all() and (rollout["obs"][:, 0, 0, 2] == counter[:, 2]).all()
     ends = 0
     for t in range(T):
         (_, episode, count, length), after = counter[t], counter[t + 1]
         assert rollout["first"][t] == (count == 0)
         if rollout["first"][t + 1]:
-            assert count == length and tuple(after[:3]) == (me, episode + 1, 0), (
-                "only the ignored action follows a last observation"
-            )
+            assert count == length and tuple(after[:3]) == (me, episode + 1, 0), "only the ignored action follows a last observation"
         else:
             assert tuple(after[:3]) == (me, episode, count + 1)
             assert rollout["rewards"][t] == pytest.approx(0.1 * rollout["actions"][t, 0] + rollout["actions"][t, 1])
@@ -143,9 +145,7 @@ def test_rollouts_are_whole_ordered_and_unmixed(appo):
                 obs, vector, first = (torch.from_numpy(np.array(rollout[name][t]))[None, None] for name in ("obs", "vector", "first"))
                 with torch.no_grad():
                     logits, value, state = agent(dict(obs=obs, vector=vector), first, state)
-                logprob, _, _ = appo.evaluate_actions(
-                    logits[0, 0], torch.from_numpy(rollout["actions"][t]), agent.heads
-                )
+                logprob, _, _ = appo.evaluate_actions(logits[0, 0], torch.from_numpy(rollout["actions"][t]), agent.heads)
                 assert rollout["values"][t] == pytest.approx(value.item(), abs=1e-4)
                 assert rollout["logprobs"][t] == pytest.approx(logprob.item(), abs=1e-4)
 

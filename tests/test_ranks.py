@@ -309,7 +309,9 @@ def two_machines(tmp_path, *flags: str, folders=("0", "1"), restarts: int = 0) -
         (tmp_path / folder).mkdir(exist_ok=True)
         launcher = (*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                     f"127.0.0.1:{port}", "--rdzv-id", "test", "--local-addr", "127.0.0.1", "--max-restarts", str(restarts))  # fmt: skip
-        runs.append(Run(tmp_path / folder, *SMALL, *flags, script=SCRIPT, launcher=launcher, env=dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")))
+        runs.append(
+            Run(tmp_path / folder, *SMALL, *flags, script=SCRIPT, launcher=launcher, env=dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+        )
     return runs
 
 

@@ -363,7 +363,9 @@ def test_what_is_replayed_is_what_was_learned_from(appo, train, monkeypatch, set
 
     def spy_keep(self, slots):
         both = now["slots"] + now["again"]
-        assert slots.tolist() == now["slots"] and [digest(self.inference.rollouts, slot) for slot in both] == [content[slot] for slot in both]
+        assert slots.tolist() == now["slots"] and [digest(self.inference.rollouts, slot) for slot in both] == [
+            content[slot] for slot in both
+        ]
         keep(self, slots)
 
     for name, spy in (("iterate", spy_iterate), ("choose_replayed", spy_choose), ("keep", spy_keep)):
@@ -466,7 +468,9 @@ def test_a_containers_memory_counts(appo, monkeypatch):
         learner = make_learner(appo, **settings)
         with pytest.raises(appo.UserError) as error:
             appo.check_memory(learner.args, appo.spaces_of(learner.args), learner.agent.state_size)
-        found = re.match("([0-9]+) slots of rollouts need ([0-9]+) MiB of 1 that are free, .*: use a smaller (--.*) or fewer", str(error.value))
+        found = re.match(
+            "([0-9]+) slots of rollouts need ([0-9]+) MiB of 1 that are free, .*: use a smaller (--.*) or fewer", str(error.value)
+        )
         return int(found[1]), int(found[2]), found[3]
 
     uniform = refused(replay_rollouts=500)

@@ -129,8 +129,11 @@ def {0}(*arguments):
 """
 
 
-@pytest.mark.parametrize("name, line", [("sample_actions", "result[1].sum().item()"), ("evaluate_actions", "result[0].isnan().any().item()"),
-                                        ("evaluate_actions", "[x + 1 for x in result for _ in range(100)]")])  # fmt: skip
+@pytest.mark.parametrize("name, line", [
+    ("sample_actions", "result[1].sum().item()"),
+    ("evaluate_actions", "result[0].isnan().any().item()"),
+    ("evaluate_actions", "[x + 1 for x in result for _ in range(100)]"),
+])  # fmt: skip
 def test_what_costs_more_is_found(play, tmp_path, name, line):
     """A host that waits once more, while it acts or learns; a hundred more kernels."""
     answer = play(edited(tmp_path, "appo_stray", replacing(STRAY.format(name, line)), source=ROOT / VARIANTS[0]), "order", 0, False)
@@ -368,7 +371,9 @@ def answer(path: str, scenario: str, *arguments) -> dict:
         result["error"] = traceback.format_exc()
     gc.collect()
     calls = {phase: n for (phase, what), n in cuda.counts.items() if what == "calls"}
-    costs = {f"{phase}: {what}": round(n / calls[phase], 1) for (phase, what), n in cuda.counts.items() if phase in calls and what != "calls"}
+    costs = {
+        f"{phase}: {what}": round(n / calls[phase], 1) for (phase, what), n in cuda.counts.items() if phase in calls and what != "calls"
+    }
     return result | dict(reports=list(cuda.reports), costs=costs)
 
 

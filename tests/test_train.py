@@ -282,7 +282,9 @@ def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch):
     assert train(total_timesteps=400) == 0 and checkpoints(tmp_path) == files
 
 
-@pytest.mark.parametrize("error, saves", [("FloatingPointError", True), ("UserError", True), ("RuntimeError", False), ("KeyboardInterrupt", False)])
+@pytest.mark.parametrize(
+    "error, saves", [("FloatingPointError", True), ("UserError", True), ("RuntimeError", False), ("KeyboardInterrupt", False)]
+)
 def test_what_nobody_foresaw_does_not_save(appo, train, tmp_path, monkeypatch, error, saves):
     """Its weights may be what is wrong, and an older good checkpoint would go."""
     update, count = appo.Reporter.update, itertools.count()
@@ -310,7 +312,10 @@ def test_an_update_that_is_not_finite_ends_the_run_with_a_sentence(appo, tmp_pat
         for number, handler in before.items():
             signal.signal(number, handler)
     error = capsys.readouterr().err
-    assert re.match(r"error: the loss \(\S+\) or its gradient is not finite: check observations, or try a lower --learning-rate .*; what was learned before is saved\n$", error)
+    assert re.match(
+        r"error: the loss \(\S+\) or its gradient is not finite: check observations, or try a lower --learning-rate .*; what was learned before is saved\n$",
+        error,
+    )
     assert newest(tmp_path)["version"] > 1 and all(x.isfinite().all() for x in newest(tmp_path)["agent"].values())
 
 
@@ -434,7 +439,9 @@ def test_a_changed_network_does_not_go_on(appo, train, tmp_path, monkeypatch, ch
         if change == "the file":
             build = appo.Agent.__init__
             one_more = torch.nn.Linear(2, 2)
-            changed.setattr(appo.Agent, "__init__", lambda self, *arguments: (build(self, *arguments), self.add_module("more", one_more))[0])
+            changed.setattr(
+                appo.Agent, "__init__", lambda self, *arguments: (build(self, *arguments), self.add_module("more", one_more))[0]
+            )
         with pytest.raises(appo.UserError, match="the network in .*run does not fit basic, these flags or this file"):
             train(total_timesteps=400, **dict(hidden_size=16) if change == "a flag" else {})
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".json", ".pth")} == before
