@@ -107,6 +107,13 @@ class Run:
         return found
 
 
+@pytest.fixture(autouse=True)
+def threads():
+    """A run in this process sets PyTorch's number of threads, and results depend on it: each test begins with one."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def counting(tmp_path_factory):
     """appo_doom.py with the counting environment instead of Doom."""

@@ -213,6 +213,7 @@ def test_an_environment_of_ones_own_needs_no_edit(mine, tmp_path):
     ("speed=np.ones(3))", "speed=np.ones(4))", "ValueError: the observation's part obs/speed, float64 (4,), is not in its space, Box(-9.0, 9.0, (3,)"),
     ("speed=np.ones(3))", "spede=np.ones(3))", "obs keys: ['camera', 'place', 'spede'], space keys: ['camera', 'place', 'speed']"),
 ])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_environment_that_misbehaves_is_told_what_it_did(main, tmp_path, monkeypatch, old, new, sentence):
     assert MINE.count(old) == 1
     (tmp_path / "my_module.py").write_text(MINE.replace(old, new))
