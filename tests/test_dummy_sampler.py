@@ -73,7 +73,7 @@ def test_the_ceiling_of_the_other_families(family, env_id, tmp_path, monkeypatch
     dummy_sampler.main()
     (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert found["workers"] == 2 and len(found["windows"]) == 2 and min(found["windows"]) > 100
-    assert f"2 x 2 {env_id}: {found['frames_per_second']:,} frames/s" in capfd.readouterr().out and not multiprocessing.active_children()
+    assert f"2 workers x 2 {env_id}: {found['frames_per_second']:,} frames/s" in capfd.readouterr().out and not multiprocessing.active_children()
 
 
 def test_the_pipeline_alone(tmp_path):
