@@ -1123,7 +1123,8 @@ def test_what_is_killed_one_after_the_other(start, tmp_path):
     r.wait_for(lambda: len(r.engines()) == 8 and steps(r) > 0, 60, "the games")
     policies = children(r, "policy")
     assert len(policies) == 2
-    for victim, how in ((children(r, "actor")[0], "died of SIGKILL"), (r.engines()[0], r"ended \(exit code 1\)")):
+    for victims, how in ((lambda: children(r, "actor"), "died of SIGKILL"), (r.engines, r"ended \(exit code 1\)")):
+        victim, *_ = victims()
         os.kill(victim, signal.SIGKILL)
         r.wait_for(lambda how=how: re.search(rf"actor [01] {how}; starting another", r.text()), 30, "the new actor")
         r.wait_for(lambda victim=victim: len(r.engines()) == 8 and victim not in r.engines(), 30, "its games")

@@ -171,7 +171,7 @@ def test_two_ranks_train_and_one_goes_on(run, tmp_path):
     assert single.text().count("resuming") == 1 and "ranks like this" not in single.text() and checkpoint(r)["global_step"] >= 2300
 
 
-@pytest.mark.parametrize("name, flags", [("appo_atari_replay", ("--replay-rollouts", "20", "--sync")),
+@pytest.mark.parametrize("name, flags", [("appo_atari_replay", ("--replay-rollouts", "20", "--sync", "--batch-size", "64")),
                                          ("appo_dmlab", ("--encoder", "convnet")), ("appo_mujoco", ("--num-workers", "0"))])  # fmt: skip
 def test_the_others_train_with_ranks(run, tmp_path, name, flags):
     """With and without asynchrony. DeepMind Lab has a stand-in. (appo_atari_replay.py has all of appo_atari.py.)"""

@@ -60,7 +60,7 @@ MUTANTS = {
     "a reply before the mailbox is read": ("mailbox", (
         "actors.reply(self.serve(actors.requests))", "waiting = actors.requests; actors.reply(waiting); self.serve(waiting)")),
     "the mailbox is unpinned before it was copied": ("unpinned", ("torch.cuda.synchronize(self.device)", "pass")),
-    "every publish is a new copy": ("freed", (
+    "every publish is a new copy": ("freed or race", (  # whichever is seen first ends it
         "self.current, self.spare = spare, self.current\n",
         "self.current, self.spare = self.frozen_copy(spare.agent), spare\n        self.current.event = record_event(self.device)\n")),
     "the host reads device memory": (".numpy() is not supported", ("actions.cpu().numpy()", "actions.numpy()")),
@@ -165,7 +165,8 @@ def test_a_missing_synchronisation_is_found(play, tmp_path, mutant):
     kind, edits, *file = MUTANTS[mutant]
     edits = edits if isinstance(edits, list) else [edits]
     answer = play(edited(tmp_path, "appo_mutant", *edits, source=ROOT / (file or VARIANTS)[0]), "order", 0, True)
-    assert kind in {kind for kind, *_ in answer["reports"]} or f"RuntimeError: {kind}" in answer["error"], answer
+    found = {kind for kind, *_ in answer["reports"]}
+    assert found & set(kind.split(" or ")) or f"RuntimeError: {kind}" in answer["error"], answer
 
 
 # --- what follows is for the process with the simulated device
