@@ -7,7 +7,6 @@ import sys
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from edited import REPORTS, ROOT, edited
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 from test_command_line import TAGS, scalars
@@ -236,8 +235,9 @@ def test_what_is_not_there_is_not_spoken_of(run, tmp_path):
 
 def test_cartpole_is_learned(run):
     """With the default flags; 475 is where Gymnasium calls it solved (see benchmark/README.md)."""
-    r = run("--env-id", "CartPole-v1", "--num-workers", "2", "--device", "cpu", "--total-timesteps", "400000", script=ROOT / "appo_gym.py")
-    assert r.wait(300) == 0
-    returns = [float(value) for value in re.findall(r"return (-?[\d.]+), [\d,]+ steps/s", r.text())]
-    assert max(returns) > 450, r.text()
-    assert torch.load(next((r.folder).glob("*/checkpoints/checkpoint_*.pth")), weights_only=True)["global_step"] >= 400_000
+    r = run("--env-id", "CartPole-v1", "--num-workers", "2", "--device", "cpu", "--total-timesteps", "1000000", script=ROOT / "appo_gym.py")
+
+    def best() -> float:
+        return max(map(float, re.findall(r"return (-?[\d.]+), [\d,]+ steps/s", r.text())), default=0)
+
+    r.wait_for(lambda: best() > 450, 300, "a return of 450")

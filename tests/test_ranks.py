@@ -155,7 +155,7 @@ def test_two_ranks_train_and_one_goes_on(run, tmp_path):
     note = f"            open({str(tmp_path / 'seeds')!r}, 'a').write(os.environ['RANK'] + f' {{seed}}\\n')\n"
     slow = ("        self.count += 1\n", "        self.count += 1\n        __import__('time').sleep(0.02 * int(os.environ['RANK']))\n")
     script = with_envs(tmp_path, "appo_ranks", COUNTING.replace(*slow).replace(line, line + note), REPORTS, source=SCRIPT)
-    r = run(*SMALL, "--total-timesteps", "1500", script=script, launcher=TWO)
+    r = run(*SMALL, "--total-timesteps", "800", script=script, launcher=TWO)
     assert r.wait(90) == 0, r.text()
     assert "2 ranks like this: 64 samples an optimiser step" in r.text() and r.text().count("parameters on cpu") == 1
     assert r.text().count("done: ") == 1 and "bottleneck: another rank" in r.text()
@@ -164,11 +164,11 @@ def test_two_ranks_train_and_one_goes_on(run, tmp_path):
     assert len(first) == len(second) == 4 and not first & second
     found = scalars(tmp_path / "e")
     assert 0.2 < np.median([event.value for event in found["stats/all_reduce"]]) < 1
-    assert 1500 <= checkpoint(r)["global_step"] < 1700
+    assert 800 <= checkpoint(r)["global_step"] < 1000
 
-    single = run(*SMALL, "--total-timesteps", "2300", "--num-workers", "2", script=script, env={"RANK": "0"})
+    single = run(*SMALL, "--total-timesteps", "1200", "--num-workers", "2", script=script, env={"RANK": "0"})
     assert single.wait(60) == 0, single.text()
-    assert single.text().count("resuming") == 1 and "ranks like this" not in single.text() and checkpoint(r)["global_step"] >= 2300
+    assert single.text().count("resuming") == 1 and "ranks like this" not in single.text() and checkpoint(r)["global_step"] >= 1200
 
 
 @pytest.mark.parametrize("name, flags", [("appo_atari_replay", ("--replay-rollouts", "20", "--sync", "--batch-size", "64")),
