@@ -29,9 +29,8 @@ import appo_doom
 
 SMALL = ("--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32",
          "--device", "cpu", "--precision", "float32")  # fmt: skip
-# The table of the tags stands in one of the two
-TEXTS = [path.read_text() for path in (ROOT / "README.md", ROOT / "benchmark" / "README.md") if path.exists()]
-TAGS = {tag for text in TEXTS for tag in re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", text, re.M)}
+METRICS = (ROOT / "benchmark" / "METRICS.md").read_text()
+TAGS = set(re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", METRICS, re.M))
 
 
 def scalars(folder: Path) -> dict[str, list]:

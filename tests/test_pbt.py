@@ -723,7 +723,7 @@ def test_a_population_trains_exchanges_stops_and_goes_on(start, tmp_path):
     saved = json.loads((tmp_path / "e" / "population.json").read_text())
     more = {f"charts/{name}" for name in ("kills", "frags", "deaths", "place", "win")}
     assert set(scalars(tmp_path / "e" / "policy_00")) == TAGS | more
-    readme = (ROOT / "benchmark" / "README.md").read_text()
+    readme = (ROOT / "benchmark" / "METRICS.md").read_text()
     assert all(f"`{tag}`" in readme for tag in more)
     written = scalars(tmp_path / "e")
     assert set(written) == {f"pbt/{name}/{index}" for name in [*saved["genes"][0], "objective", "weights_of"] for index in range(2)}
