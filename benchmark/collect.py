@@ -188,6 +188,8 @@ def write_throughput(out: Path, folders: list[Path]) -> None:
 
 
 def main() -> None:
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
     kind, out, folders = sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]]
     if kind == "population":
         write_population(out, folders[0])

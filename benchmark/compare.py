@@ -1,4 +1,4 @@
-"""Frames per second of training commands, in alternation: two settings, two files, two checkouts.
+"""Frames per second (steps, where a file has no frames) of training commands, in alternation: two settings, two files, two checkouts.
 
     python benchmark/compare.py --out FILE.json "old: python ../old/appo_doom.py --env-id battle" "new: python appo_doom.py --env-id battle"
 
@@ -39,8 +39,8 @@ def rate(command: str, seconds: float) -> float:
         total, run = 0.0, Path(folder, "run")
         for place in sorted(run.glob("policy_*")) or [run]:
             events = EventAccumulator(str(place)).Reload()
-            steps, frames = events.Scalars("charts/SPS")[2:], events.Scalars("charts/FPS")[2:]
-            frames_of_step = frames[-1].value / steps[-1].value
+            steps, frames = events.Scalars("charts/SPS")[2:], "charts/FPS" in events.Tags()["scalars"]
+            frames_of_step = events.Scalars("charts/FPS")[-1].value / steps[-1].value if frames else 1
             total += frames_of_step * (steps[-1].step - steps[0].step) / (steps[-1].wall_time - steps[0].wall_time)
     return total
 
@@ -58,6 +58,7 @@ def main() -> None:
     ratios = {name: [round(a / b, 3) for a, b in zip(found, rates[names[0]])] for name, found in rates.items()}
     medians = {name: statistics.median(found) for name, found in ratios.items()}
     result = dict(machine=machine(), commands=commands, seconds=options.seconds, frames_per_second=rates, ratios=ratios, median_ratio=medians)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(medians))
 

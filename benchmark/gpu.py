@@ -243,7 +243,7 @@ def main() -> int:
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("error: PyTorch sees no GPU here; --device cpu tries this without")
-    options.folder.mkdir(exist_ok=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     end, results = time.monotonic() + 60 * options.minutes - 10, {}
     if options.num_workers is None:
         appo = importlib.import_module("appo_doom")

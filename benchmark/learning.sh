@@ -234,7 +234,7 @@ half_hour() {  # every Doom id and eleven Atari games, half an hour each: 10.5 h
 }
 
 # A recipe from the wild: the settings of a Sample Factory 2 model of Atari that somebody has published, as far as our flags can say them
-# (benchmark/README.md has the table). With a GPU: FLAGS --train-for-seconds 1000000 --num-workers 16 --num-envs-per-worker 2.
+# (benchmark/HISTORY.md has the table). With a GPU: FLAGS --train-for-seconds 1000000 --num-workers 16 --num-envs-per-worker 2.
 recipe() {  # half an hour of each of three games with settings published for Sample Factory: 90 minutes
     table "$one" recipe_appo_atari.csv --grid env-id=Asteroids-v5,Boxing-v5,Freeway-v5 -- python appo_atari.py \
         --rollout 128 --batch-size 1024 --num-batches-per-epoch 8 --num-epochs 4 --learning-rate 3.033891184e-4 --anneal-lr \

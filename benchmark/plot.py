@@ -119,7 +119,8 @@ def learning_table() -> str:
         rows.append([f"`appo_gym.py --env-id {env_id}`", f"{GYM_GOALS[env_id]:g}", *when(ours), "", f"SB3: {'; '.join(when(sb3))}"])
     for flags, (file, setting, goal, *peers) in LEARNING.items():
         seeds = read_curves(file)[setting]
-        ends, length = [points[-1, 2] for points in seeds.values()], max(points[-1, 1] for points in seeds.values())
+        length = max(points[-1, 1] for points in seeds.values())
+        ends = [points[-1, 2] for points in seeds.values() if points[-1, 1] > 0.9 * length]  # not of a run that was stopped
         span = " to ".join(f"{end:,.{0 if goal > 100 else 1}f}" for end in sorted({min(ends), max(ends)}))
         peer = [f"{name}: {'; '.join(when(reached(lines, goal)))}" for name, lines in peer_curves(peers[:1], goal).items()] or [""]
         rows.append([f"`{flags}`", f"{goal:,}", *when(reached(seeds, goal)), f"{span} ({length / 1e6:.2g}M)", *peer])
@@ -415,6 +416,8 @@ FIGURES = {
 
 
 def main() -> None:
+    if sys.argv[1:] and sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     if sys.argv[1:]:
         path = Path(sys.argv[1]).absolute()
         return combinations(path) if path.is_dir() else population(path.with_suffix(".png"), path.stem, path)

@@ -34,7 +34,7 @@ import animation  # noqa: E402
 
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "benchmark").glob("*.md")]}
 README = DOCUMENTS["README.md"]
-PRESENT = sorted(DOCUMENTS.keys() - {"benchmark/HISTORY.md", "benchmark/ladder.md"})  # those name what is gone
+PRESENT = sorted(DOCUMENTS.keys() - {"benchmark/HISTORY.md"})  # it names what is gone
 VARIANTS = {module.__name__.removeprefix("appo_"): module for module in (
     appo_gym, appo_doom, appo_doom_multigpu, appo_atari, appo_atari_replay, appo_mujoco, appo_dmlab, appo_pbt_doom)}  # fmt: skip
 
