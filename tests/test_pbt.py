@@ -1120,14 +1120,14 @@ def test_what_is_killed_one_after_the_other(start, tmp_path):
     """An actor and an engine cost an actor, which is replaced. Without a policy the run ends: the other saves. Without the main process
     both save. The fixture `run` looks for what stays behind."""
     r = start("--env-id", "basic")
-    r.wait_for(lambda: len(r.engines()) == 8 and steps(r) > 0, 60, "the games")
+    r.wait_for(lambda: playing(r) == 8 and steps(r) > 0, 60, "the games")
     policies = children(r, "policy")
     assert len(policies) == 2
     for victims, how in ((lambda: children(r, "actor"), "died of SIGKILL"), (r.engines, r"ended \(exit code 1\)")):
         victim, *_ = victims()
         os.kill(victim, signal.SIGKILL)
         r.wait_for(lambda how=how: re.search(rf"actor [01] {how}; starting another", r.text()), 30, "the new actor")
-        r.wait_for(lambda victim=victim: len(r.engines()) == 8 and victim not in r.engines(), 30, "its games")
+        r.wait_for(lambda victim=victim: playing(r) == 8 and victim not in r.engines(), 30, "its games")
         goes_on(r)
     before = len(r.text())
     os.kill(policies[0], signal.SIGKILL)
@@ -1172,7 +1172,7 @@ MATCH = ("--env-id", "duel", "--num-envs-per-worker", "2")
 
 
 def playing(r) -> int:
-    """Number of engines whose matches have started: their shared memory has lost its name."""
+    """Number of engines whose games have started: their shared memory has lost its name."""
     def started(engine: int) -> bool:
         try:
             return bool(re.search(r"/dev/shm/ViZDoom.*\(deleted\)", Path(f"/proc/{engine}/maps").read_text()))

@@ -102,7 +102,8 @@ def one_rank(rank: int, path: Path, parts: list[list[int]]) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["appo_gym", "appo_doom", "appo_atari", "appo_atari_replay", "appo_dmlab", "appo_mujoco"])
+# All that appo_atari.py has is in appo_atari_replay.py
+@pytest.mark.parametrize("name", ["appo_gym", "appo_doom", "appo_atari_replay", "appo_dmlab", "appo_mujoco"])
 def test_ranks_take_the_step_of_one_process_with_all_samples(name, tmp_path):
     """And the process that they are compared with has the file without ranks."""
     parts = [[0, 1, 2, 3], [4, 5], [6, 7]]
@@ -261,7 +262,7 @@ def test_the_end_of_the_launcher_stops_all_ranks(start):
 
 
 def test_a_killed_rank_ends_all_and_torchrun_starts_them_again(start):
-    """Each rank twice; once before the ranks have found each other, and the next one does not find the dead."""
+    """Each rank; once before the ranks have found each other, and the next one does not find the dead."""
     lost_and_late = """
 join = join_ranks
 
@@ -275,8 +276,8 @@ def join_ranks():
         time.sleep(4)
     join()
 """
-    r = start("--save-every-sec", "0.5", launcher=(*TWO, "--max-restarts", "4"), edits=[replacing(lost_and_late)])
-    for i, rank in enumerate((1, 0, 0)):
+    r = start("--save-every-sec", "0.5", launcher=(*TWO, "--max-restarts", "3"), edits=[replacing(lost_and_late)])
+    for i, rank in enumerate((1, 0)):
         before, step = rank_pids(r), checkpoint(r)["global_step"] if i else 0
         shares, cores = [os.sched_getaffinity(pid) for pid in before], os.sched_getaffinity(0)
         assert {len(share) for share in shares} == {max(1, len(cores) // 2)} and set.union(*shares) <= cores
