@@ -519,10 +519,10 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, and take
     Discrete or MultiDiscrete actions. `Agent` sees uint8 images [height, width, channels], at least 36 x 36, and float
-    vectors: one alone, or several in a Dict. In every step's `info` there may be `raw_reward`, a float that scores
+    vectors, in a Dict. In every step's `info` there may be `raw_reward`, a float that scores
     are sums of; `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life; and what
-    else EPISODE names. Actors cannot start processes of multiprocessing (AsyncVectorEnv). ENV_SHARED_MEMORY is 0 for
-    environments without engines. Here `Agent` needs `words` and `task`, too (see LabEnv).
+    else EPISODE names. Actors cannot start processes of multiprocessing (AsyncVectorEnv). ENV_SHARED_MEMORY is what
+    each takes of /dev/shm. `Agent` needs `words` and `task` here (see LabEnv).
     """
     envs = [functools.partial(LabEnv, args, place) for place in range(num_envs)]
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
@@ -2033,7 +2033,7 @@ def train(typed: Args, folder: Path) -> int:
         f"{args.num_workers} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
         f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
         f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
-        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the engines' own,"
+        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory,"
         f" {mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
         f"{len(tasks)} task{'s' * (len(tasks) > 1)}, {spaces.heads[0]} actions; what the engines print is in"
         f" {engines_folder(args)}/output.txt",

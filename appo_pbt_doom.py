@@ -1584,7 +1584,6 @@ class Learner:
         self.global_step = 0  # valid transitions received
         self.skipped = 0  # iterations, or steps of one, without a single usable sample
         self.best_return = -float("inf")
-        self.deadline = np.inf  # when the time is up
 
     def load(self, checkpoint: dict) -> None:
         """Loads all but the weights, which the agent has already."""
@@ -1609,7 +1608,7 @@ class Learner:
         is below, beside what a signal does). Raises what has ended the inference thread."""
         start, args = time.perf_counter(), self.args
         count = args.num_batches_per_epoch * args.batch_size // args.rollout
-        while not STOP.asked_at and time.monotonic() < self.deadline:
+        while not STOP.asked_at:
             if len(self.full_slots) >= count:
                 self.inference.counts["waited"] += time.perf_counter() - start
                 slots, self.full_slots = self.full_slots[:count], self.full_slots[count:]
@@ -1723,7 +1722,8 @@ class Learner:
 
 
 def start_forkserver() -> None:
-    """Starts the process that actors are forked from. It imports its modules beside this one, which saves a second."""
+    """Starts the process that actors and policies are forked from. It imports its modules beside this one, which saves
+    a second."""
     mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "vizdoom"])
     # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
     # an actor's first moment on. A signal that comes meanwhile is ours when we unblock.
@@ -1990,15 +1990,12 @@ def save_checkpoint(path: Path, learner: Learner) -> None:
     content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
                    global_step=learner.global_step, best_return=learner.best_return,
                    episodes=list(learner.inference.episodes), args=asdict(learner.args))  # fmt: skip
-    temporary, STOP.writing = path.with_name("saving.tmp"), True
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        STOP.writing = False
+    temporary = path.with_name("saving.tmp")
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def save_latest(folder: Path, learner: Learner, keep: int) -> None:
@@ -2268,8 +2265,7 @@ def resolve(args: Args) -> Args:
     if scenario.wad and args.pbt_target_objective in (("kills",) if scenario.match else ("frags", "wins")):
         raise UserError(f"--pbt-target-objective {args.pbt_target_objective}: {args.env_id} has none")
     starting_genes(args)  # raises for wrong --policy-settings: before cfg.json is written
-    rows = max(1, args.num_workers) * args.num_envs_per_worker
-    rows = rows * seats // P  # of each policy
+    rows = args.num_workers * args.num_envs_per_worker * seats // P  # of each policy
     batches = args.num_batches_per_epoch
     if args.batch_size is None and args.sync:  # one rollout of every row
         args.batch_size = max(1, rows // batches) * args.rollout
@@ -2279,7 +2275,7 @@ def resolve(args: Args) -> Args:
     if args.batch_size % args.rollout:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
     if args.sync and batches * args.batch_size != rows * args.rollout:
-        raise UserError(f"--sync (which --num-workers 0 implies) needs one rollout of every row: {batches} batches of "
+        raise UserError(f"--sync needs one rollout of every row: {batches} batches of "
                         f"{args.batch_size} samples are not {rows} rows x {args.rollout} steps; --batch-size None "
                         "finds the size, if --num-batches-per-epoch divides the rows")  # fmt: skip
     return args
@@ -2466,7 +2462,6 @@ def train_policy(args: Args, policy: int, folder: Path, spaces: Spaces, mailbox:
         torch.cuda.set_device(device.index or 0)
         torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     torch.manual_seed(args.seed + policy)
-    lock = open_log(folder)  # after a second Ctrl-C a policy may still save when the next run starts  # noqa: F841
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device, mailbox)
     learner = Learner(args, agent, inference, device)
@@ -2493,7 +2488,8 @@ def policy_process(args: Args, policy: int, folder: Path, spaces: Spaces, mailbo
     """Body of a policy's process. What it dies of, the main process tells or, if nobody foresaw it, is on stderr."""
     faulthandler.enable()
     try:
-        train_policy(args, policy, folder, spaces, mailbox, link)
+        with open_log(folder):  # until it has saved: after a second Ctrl-C the next run may come sooner
+            train_policy(args, policy, folder, spaces, mailbox, link)
     except UserError as error:
         tell(link, error=str(error))
         sys.exit(2)
