@@ -191,8 +191,8 @@ class NamedArrays(gym.Wrapper):
     A uint8 array with two sides of at least 36 is an image: it keeps its name, and becomes [height, width, channels]
     wherever its sides stood; what other axes it has, such as a stack of frames, are channels. Other numbers become a
     float32 vector of that name, by gymnasium.spaces.flatten, which makes a choice one-hot. Texts and graphs are left
-    out, with a warning. An observation that is not in its space raises ValueError. Only each reset and the first
-    step after it are checked."""
+    out, with a warning. An observation that is not in its space raises ValueError, where it is checked: at each reset
+    and in the first step after it."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)

@@ -674,7 +674,7 @@ class DoomMatch:
 
 class Games(gym.vector.VectorEnv):
     """Games with PettingZoo's parallel API as one vector environment: the agents of the first game, then those of the
-    second, and so on. An agent that leaves before the others is truncated step by step until they end, too, so its last
+    second, and so on. An agent that leaves before the others is truncated step by step until they end, too; these
     steps are invalid."""
 
     metadata = dict(autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
