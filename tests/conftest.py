@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 from edited import COUNTING, ROOT, load, with_envs
+from forked import MARK, Forked, new_mark
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PYTHONPATH"] = f"{ROOT}/tests/quick:{os.environ.get('PYTHONPATH', '')}"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what a shell script starts in the background: runs would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Actors that tests start in their own process are forked from one that has imported what takes long
 multiprocessing.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "appo_doom"])
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what the imports have made stays: collections, which some tests ask for, need not look through it
 
 
 def marked(mark: str) -> set[int]:
@@ -54,13 +60,19 @@ def left_behind(mark: str, before: set[str]) -> tuple[set[int], set[str]]:
 class Run:
     """`python appo_doom.py ...`, or another script, as a user starts it, in a terminal session of its own."""
 
-    def __init__(self, folder: Path, *flags: str, env: dict | None = None, script: Path = ROOT / "appo_doom.py", launcher: tuple = ()):
-        self.mark = f"APPO_TEST_{time.monotonic_ns()}"
+    def __init__(self, folder: Path, *flags: str, env: dict | None = None, script: Path = ROOT / "appo_doom.py", launcher: tuple = (),
+                 command: list | None = None):  # fmt: skip
+        """`command` is all that is typed after `python`."""
+        self.mark = new_mark()
         self.folder, self.output = folder, folder / f"{self.mark}.txt"
-        command = [sys.executable, *launcher, str(script), "--train-dir", str(folder), *flags]
-        with open(self.output, "w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
-                                            env=os.environ | {self.mark: "1"} | (env or {}))  # fmt: skip
+        command = list(map(str, command or [*launcher, script, "--train-dir", folder, *flags]))
+        environment = os.environ | {MARK: self.mark} | (env or {})
+        if command[0].endswith(".py"):
+            self.process = Forked(command, self.output, folder, environment)
+        else:
+            with open(self.output, "w") as file:
+                self.process = subprocess.Popen([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, cwd=folder, env=environment,
+                                                start_new_session=True)  # fmt: skip
 
     def text(self) -> str:
         return self.output.read_text()

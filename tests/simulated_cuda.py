@@ -27,7 +27,6 @@ from types import SimpleNamespace
 import torch
 import torch._dynamo  # noqa: F401 optimizers import it later, when it would trip over the patches
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 LOCK = threading.RLock()  # reentrant: memory may be let go of at any time
 reports, counts = Counter(), Counter()
@@ -221,9 +220,22 @@ def host_unregister(start: int) -> int:
 # --- operations
 
 
+def mapped(function, x):
+    """As torch.utils._pytree.tree_map, for what arguments and results are made of."""
+    if isinstance(x, (list, tuple)):
+        return type(x)([mapped(function, part) for part in x])
+    return {name: mapped(function, part) for name, part in x.items()} if isinstance(x, dict) else function(x)
+
+
+def leaves(x) -> list:
+    found = []
+    mapped(found.append, x)
+    return found
+
+
 def dispatch(_, func, types, args=(), kwargs=None):
     name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-    device, tensors = kwargs.get("device"), [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    device, tensors = kwargs.get("device"), [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     inputs, others = [x for x in tensors if isinstance(x, CudaTensor)], [x for x in tensors if not isinstance(x, CudaTensor)]
     if not inputs and (device is None or device.type == "cpu"):
         return func(*args, **kwargs)
@@ -234,7 +246,7 @@ def dispatch(_, func, types, args=(), kwargs=None):
     masks = name == "index" and any(i.dtype == torch.bool for i in args[1] if i is not None)
     waits = masks or name in ("_local_scalar_dense", "equal", "nonzero", "masked_select")  # the host needs the result
     with LOCK:
-        out = func(*tree_map(to_raw, args), **tree_map(to_raw, kwargs))
+        out = func(*mapped(to_raw, args), **mapped(to_raw, kwargs))
         result = book(name, None if to_host else out, inputs, written_blocks(func, args, kwargs), args, to_host or waits)
         if to_host or copies and others:
             crossed(None if to_host else others[0], kwargs.get("non_blocking") or args[2:] == (True,))
@@ -280,7 +292,7 @@ def to_raw(x):
 
 def written_blocks(func, args: tuple, kwargs: dict) -> set[Block]:
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in written_arguments(func)]
-    return {x.block for x in tree_leaves(written) if isinstance(x, CudaTensor)}
+    return {x.block for x in leaves(written) if isinstance(x, CudaTensor)}
 
 
 @functools.cache
@@ -304,7 +316,7 @@ def book(name: str, out, inputs: list[CudaTensor], written: set[Block], args: tu
                 fresh.append(blocks[storage])
         return CudaTensor(x, blocks[storage])
 
-    out = tree_map(wrap, out)
+    out = mapped(wrap, out)
     if written or fresh or always:
         kernel = here.stream.launch()
         for block in used:

@@ -3,30 +3,23 @@
 import importlib.metadata
 import json
 import multiprocessing
-import os
-import subprocess
 import sys
-import time
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import left_behind, marked
+from conftest import marked
 from edited import ROOT
 
 import dummy_sampler
 
-SHORT = ("--num-workers", "2", "--num-envs-per-worker", "2", "--warm-up", "0.5", "--window", "1", "--windows", "2")
+SHORT = ("--num-workers", "2", "--num-envs-per-worker", "2", "--warm-up", "0.2", "--window", "0.5", "--windows", "2")
 
 
-def sampler(*flags: str) -> subprocess.CompletedProcess:
-    """Runs it to its end, and sees that nothing is left behind."""
-    mark = f"APPO_TEST_{time.monotonic_ns()}"
-    before = set(os.listdir("/dev/shm"))
-    command = [sys.executable, ROOT / "dummy_sampler.py", *flags]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {mark: "1"})
-    assert left_behind(mark, before) == (set(), set())
-    return result
+@pytest.fixture
+def sampler(run):
+    """The fixture `run` sees that nothing is left behind."""
+    return lambda *flags: run(command=[ROOT / "dummy_sampler.py", *flags])
 
 
 class Countdown(gym.Env):
@@ -51,9 +44,9 @@ def test_only_valid_steps_are_counted():
 
 
 @pytest.mark.parametrize("family, unit", [("doom", 500), ("atari", 200)])
-def test_the_ceiling_of(family, unit, tmp_path):
-    result = sampler("--family", family, *SHORT, "--out", str(tmp_path / "out.json"))
-    assert result.returncode == 0, result.stderr
+def test_the_ceiling_of(sampler, family, unit, tmp_path):
+    r = sampler("--family", family, *SHORT, "--out", "out.json")
+    assert r.wait() == 0, r.text()
     content = json.loads((tmp_path / "out.json").read_text())
     (found,) = content["results"]
     assert found["workers"] == 2 and found["envs_per_worker"] == 2 and len(found["windows"]) == 2
@@ -61,7 +54,7 @@ def test_the_ceiling_of(family, unit, tmp_path):
     engine = dict(doom="vizdoom", atari="envpool")[family]
     assert content["machine"][engine] == importlib.metadata.version(engine)
     assert 0 < found["reset_seconds"] < found["start_seconds"]
-    assert f"{found['frames_per_second']:,} frames/s" in result.stdout
+    assert f"{found['frames_per_second']:,} frames/s" in r.text()
 
 
 @pytest.mark.parametrize("family, env_id", [("mujoco", "Hopper-v5"), ("pbt_doom", "basic"), ("dmlab", "rooms_watermaze")])
@@ -76,25 +69,18 @@ def test_the_ceiling_of_the_other_families(family, env_id, tmp_path, monkeypatch
     assert f"2 workers x 2 {env_id}: {found['frames_per_second']:,} frames/s" in capfd.readouterr().out and not multiprocessing.active_children()
 
 
-def test_the_pipeline_alone(tmp_path):
-    result = sampler("--family", "atari", "--null", *SHORT, "--out", str(tmp_path / "out.json"))
-    assert result.returncode == 0, result.stderr
+def test_the_pipeline_alone(sampler, tmp_path):
+    r = sampler("--family", "atari", "--null", *SHORT, "--out", "out.json")
+    assert r.wait() == 0, r.text()
     (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert found["rows_per_second"] > 1000 and 2 <= found["rows_per_batch"] <= 4
     assert found["microseconds_per_group"] == pytest.approx(2e6 / found["rows_per_second"], rel=0.05)
 
 
-def test_processes_end_with_the_main_one():
-    mark, before = f"APPO_TEST_{time.monotonic_ns()}", set(os.listdir("/dev/shm"))
-    command = [sys.executable, ROOT / "dummy_sampler.py", "--family", "atari", *SHORT, "--window", "60"]
-    process = subprocess.Popen(command, env=os.environ | {mark: "1"}, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while len(marked(mark)) < 5 and time.monotonic() < deadline:  # with resource tracker, fork server and two workers
-        time.sleep(0.1)
-    assert len(marked(mark)) == 5
-    process.kill()
-    process.wait()
-    assert left_behind(mark, before) == (set(), set())
+def test_processes_end_with_the_main_one(sampler):
+    r = sampler("--family", "atari", *SHORT, "--window", "60")
+    r.wait_for(lambda: len(marked(r.mark)) == 5, 60, "the workers, beside fork server and resource tracker")
+    r.process.kill()
 
 
 @pytest.mark.parametrize("flags, expected", [

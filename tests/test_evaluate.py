@@ -17,6 +17,7 @@ import pytest
 import torch
 import vizdoom
 from edited import COUNTING, ROOT, load, with_envs
+from forked import python
 
 import evaluate
 
@@ -87,8 +88,8 @@ def test_a_run_of_a_renamed_copy(run, tmp_path):
     r = run("--experiment", "e", "--device", "cpu", "--num-workers", "1", "--num-envs-per-worker", "2", "--rollout", "8",
             "--batch-size", "16", "--hidden-size", "16", "--total-timesteps", "50", script=script)  # fmt: skip
     assert r.wait(60) == 0, r.text()
-    command = [sys.executable, str(ROOT / "evaluate.py"), str(tmp_path / "e"), "--episodes", "16", "--seed", "1"]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    (tmp_path / "elsewhere").mkdir()
+    done = python(ROOT / "evaluate.py", tmp_path / "e", "--episodes", "16", "--seed", "1", folder=tmp_path / "elsewhere")
     mean = 1000 * np.mean([length(me, 0) for me in range(1, 17)])
     assert re.fullmatch(rf"16 episodes, sampled actions, step [\d,]+: return {mean:.2f} \+- .*\n", done.stdout), done
 

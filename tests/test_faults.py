@@ -77,11 +77,9 @@ def steps(run) -> int:
 
 
 def training(run):
-    """Waits until actors and games are there and learning has begun."""
-    log = run.folder / "e" / "log.txt"
+    """Waits until actors and games are there and steps are learned from."""
     games = getattr(run, "games", 4)
-    run.wait_for(lambda: log.exists() and len(run.actors()) == 2 and len(run.engines()) == games, what="the games")
-    time.sleep(1)
+    run.wait_for(lambda: len(run.actors()) == 2 and len(run.engines()) == games and steps(run) > 0, what="the first report")
     return run
 
 
@@ -231,7 +229,6 @@ def test_engine_hangs_and_main_is_killed(run):
 def test_signal_once_saves(start):
     """To the whole group: as Ctrl-C in a terminal, but by `timeout` and batch systems; the fork server would die of it at once."""
     r = training(start())
-    goes_on(r, 0)
     begin = time.monotonic()
     text = stop(r, os.killpg, signal.SIGTERM)
     assert "stopped: " in text and "0 actors replaced" in text and "Traceback" not in text
@@ -243,7 +240,6 @@ def test_signal_once_saves(start):
 def test_the_same_signal_twice_at_once_saves(start):
     """`timeout -s INT`, launchers and some shells send it to the process and to its group, within milliseconds."""
     r = training(start())
-    goes_on(r, 0)
     os.kill(r.process.pid, signal.SIGINT)
     time.sleep(0.02)
     os.killpg(r.process.pid, signal.SIGINT)
@@ -266,7 +262,6 @@ def slow(self):
 Inference.stop = slow
 """
     r = training(run(*SMALL, edits=[replacing(slow)]))
-    goes_on(r, 0)
     os.kill(r.process.pid, signal.SIGINT)
     r.wait_for(lambda: "cleaning" in r.text(), 30, "the end")
     time.sleep(1.1)
@@ -288,7 +283,6 @@ def slow(*arguments):
 torch.save = slow
 """
     r = training(run(*SMALL, edits=[replacing(slow)]))
-    goes_on(r, 0)
     os.kill(r.process.pid, signal.SIGINT)
     r.wait_for(lambda: "saving" in r.text(), 30, "the checkpoint")
     time.sleep(1.5)

@@ -8,6 +8,7 @@ import time
 import pytest
 from conftest import marked
 from edited import ROOT
+from forked import MARK, new_mark
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import gpu  # noqa: E402
@@ -30,7 +31,7 @@ def test_what_nvidia_smi_says_is_read(tmp_path, monkeypatch):
 
 
 def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
-    monkeypatch.setenv(mark := f"APPO_TEST_{time.monotonic_ns()}", "1")
+    monkeypatch.setenv(MARK, mark := new_mark())
     options = gpu.Options(tmp_path)
     child = "import subprocess, time; print('$', flush=True); subprocess.Popen(['sleep', '100']); time.sleep(100)"
     with pytest.raises(gpu.subprocess.TimeoutExpired):

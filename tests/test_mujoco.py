@@ -12,7 +12,7 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
-from edited import REPORTS, ROOT, edited, load
+from edited import REPORTS, ROOT, edited, load, replacing
 from test_algorithm import at, direct_vtrace, learner_of, make_agent, make_batch, observations
 from test_command_line import TAGS, scalars
 from torch.distributions import Independent, Normal, kl_divergence
@@ -393,21 +393,20 @@ def test_the_size_of_the_rewards_does_not_matter():
 
 
 def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
-    often = ('(seconds := change["time"]) < 5:', '(seconds := change["time"]) < 0.05:')
-    script = edited(tmp_path, "appo_mujoco_edited", often, source=SCRIPT)
-    r = run(*SMALL, "--experiment", "e", "--env-id", "Hopper-v5", "--total-timesteps", "3000", "--rnn-type", "lstm", "--adaptive-stddev",
+    script = edited(tmp_path, "appo_mujoco_edited", replacing("Reporter.SECONDS = 0.05"), source=SCRIPT)
+    r = run(*SMALL, "--experiment", "e", "--env-id", "Hopper-v5", "--total-timesteps", "1500", "--rnn-type", "lstm", "--adaptive-stddev",
             script=script)  # fmt: skip
     assert r.wait(90) == 0
-    assert "64 samples an iteration, 16 (2 rollouts of 8 steps) an optimiser step" in r.text() and "= 12,000 frames" in r.text()
+    assert "64 samples an iteration, 16 (2 rollouts of 8 steps) an optimiser step" in r.text() and "= 6,000 frames" in r.text()
     found = scalars(tmp_path / "e")
     assert set(found) == TAGS | {"losses/kl"}, "the tags are those of the table"
     rates = [event.value for event in found["charts/learning_rate"]]
     assert rates == sorted(rates, reverse=True) and rates[-1] < 0.9 * Args.learning_rate
     assert all(event.value == pytest.approx(4 * sps.value) for event, sps in zip(found["charts/FPS"], found["charts/SPS"], strict=True))
-    code, text = main(load(script), "--train-dir", tmp_path, "--experiment", "e", "--total-timesteps", 4000)
-    assert code == 0 and "override: total_timesteps 3000 -> 4000" in text and "resuming" in text
+    code, text = main(load(script), "--train-dir", tmp_path, "--experiment", "e", "--total-timesteps", 2000)
+    assert code == 0 and "override: total_timesteps 1500 -> 2000" in text and "resuming" in text
     agent, args, _ = appo.load_agent(tmp_path / "e", device="cpu")
-    assert agent.critic.count > agent.critic.START + 3000 and agent.critic.std != 1.0, "PopArt goes on where it was"
+    assert agent.critic.count > agent.critic.START + 1500 and agent.critic.std != 1.0, "PopArt goes on where it was"
     envs = appo.make_envs(args, 1)  # a trained policy in code of one's own, as in README.md
     obs = {name: torch.from_numpy(part)[None] for name, part in appo.by_name(envs.reset(seed=1)[0]).items()}
     assert agent(obs, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, agent.state_size))[0].shape == (1, 1, 6)

@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from edited import REPORTS, ROOT, edited, load, replacing
+from forked import python
 from test_command_line import TAGS, scalars
 
 import appo_doom
@@ -692,8 +692,7 @@ def stop(r, send=os.kill, number=signal.SIGINT) -> str:
 
 def played(folder: Path, *flags: str, code: int = 0) -> str:
     """What evaluate.py says of a run."""
-    command = [sys.executable, str(ROOT / "evaluate.py"), str(folder), *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    done = python(ROOT / "evaluate.py", folder, *flags, folder=folder.parent)
     assert done.returncode == code, done.stdout
     return done.stdout
 
@@ -1184,14 +1183,14 @@ def playing(r) -> int:
 
 def test_a_match_with_a_dead_or_hanging_player_costs_an_actor_and_ends_with_main(start):
     """The other players' engines wait for it."""
-    r = start(*MATCH, "--actor-timeout", "10")
-    r.wait_for(lambda: playing(r) == 8 and steps(r) > 0, 90, "the games")
+    r = start(*MATCH, "--num-envs-per-worker", "1", "--actor-timeout", "6")
+    r.wait_for(lambda: playing(r) == 4 and steps(r) > 0, 90, "the games")
     # One that was killed with the message queue's lock in its hand hangs, too
     for number, how in ((signal.SIGKILL, r"(ended \(exit code 1\)|hung .*)"), (signal.SIGSTOP, "hung .*")):
         victim, before = r.engines()[0], len(r.text())
         os.kill(victim, number)
         r.wait_for(lambda: re.search(rf"actor \d {how}; starting another", r.text()[before:]), 60, "the new actor")
-        r.wait_for(lambda: victim not in r.engines() and playing(r) == 8, 60, "all engines again")
+        r.wait_for(lambda: victim not in r.engines() and playing(r) == 4, 60, "all engines again")
         goes_on(r)
     os.kill(r.process.pid, signal.SIGKILL)  # the fixture `run` looks for what stays behind
     r.wait()

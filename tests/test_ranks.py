@@ -92,25 +92,30 @@ def leave(appo) -> None:
         assert learner.inference.counts["ranks"] > 0
 
 
-def one_rank(rank: int, path: Path, parts: list[list[int]]) -> None:
+def one_rank(rank: int, paths: list[Path], parts: list[list[int]]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path.parent}/meet", rank=rank, world_size=len(parts))
-    appo = load(path)
-    torch.save(learn(appo, parts[rank]), path.parent / f"{rank}.pt")
-    leave(appo)
+    dist.init_process_group("gloo", init_method=f"file://{paths[0].parent}/meet", rank=rank, world_size=len(parts))
+    for path in paths:
+        appo = load(path)
+        torch.save(learn(appo, parts[rank]), path.with_suffix(f".{rank}"))
+        leave(appo)
     dist.barrier()
     dist.destroy_process_group()
 
 
-# All that appo_atari.py has is in appo_atari_replay.py
-@pytest.mark.parametrize("name", ["appo_gym", "appo_doom", "appo_atari_replay", "appo_dmlab", "appo_mujoco"])
-def test_ranks_take_the_step_of_one_process_with_all_samples(name, tmp_path):
-    """And the process that they are compared with has the file without ranks."""
+def test_ranks_take_the_step_of_one_process_with_all_samples(tmp_path):
+    """And the process that they are compared with has the file without ranks. All that appo_atari.py has is in appo_atari_replay.py."""
     parts = [[0, 1, 2, 3], [4, 5], [6, 7]]
+    paths = {name: with_ranks(name, tmp_path) for name in ("appo_gym", "appo_doom", "appo_atari_replay", "appo_dmlab", "appo_mujoco")}
     mp.get_context("forkserver").set_forkserver_preload(["torch", "gymnasium", "tyro", "pytest"])
-    mp.start_processes(one_rank, (with_ranks(name, tmp_path), parts), nprocs=len(parts), start_method="forkserver")
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(len(parts))]
-    one = learn(importlib.import_module(name), [0, 1, 4, 6, 2, 3, 5, 7])
+    mp.start_processes(one_rank, (list(paths.values()), parts), nprocs=len(parts), start_method="forkserver")
+    for name, path in paths.items():
+        ranks = [torch.load(path.with_suffix(f".{rank}"), weights_only=False) for rank in range(len(parts))]
+        compare(ranks, learn(importlib.import_module(name), [0, 1, 4, 6, 2, 3, 5, 7]), name)
+
+
+def compare(ranks: list[dict], one: dict, name: str) -> None:
+    """pytest shows the name where they differ."""
     assert one["counts"][1:] == (17, 3) and [len(metrics) > 4 for metrics in one["metrics"]] == [False, True, True, True, False, True]
     assert one["metrics"][1]["charts/learning_rate"] > one["metrics"][5]["charts/learning_rate"] > 0
     for rank in ranks:
@@ -156,7 +161,7 @@ def test_two_ranks_train_and_one_goes_on(run, tmp_path):
     note = f"            open({str(tmp_path / 'seeds')!r}, 'a').write(os.environ['RANK'] + f' {{seed}}\\n')\n"
     slow = ("        self.count += 1\n", "        self.count += 1\n        __import__('time').sleep(0.02 * int(os.environ['RANK']))\n")
     script = with_envs(tmp_path, "appo_ranks", COUNTING.replace(*slow).replace(line, line + note), REPORTS, source=SCRIPT)
-    r = run(*SMALL, "--total-timesteps", "800", script=script, launcher=TWO)
+    r = run(*SMALL, "--total-timesteps", "500", script=script, launcher=TWO)
     assert r.wait(90) == 0, r.text()
     assert "2 ranks like this: 64 samples an optimiser step" in r.text() and r.text().count("parameters on cpu") == 1
     assert r.text().count("done: ") == 1 and "bottleneck: another rank" in r.text()
@@ -165,21 +170,21 @@ def test_two_ranks_train_and_one_goes_on(run, tmp_path):
     assert len(first) == len(second) == 4 and not first & second
     found = scalars(tmp_path / "e")
     assert 0.2 < np.median([event.value for event in found["stats/all_reduce"]]) < 1
-    assert 800 <= checkpoint(r)["global_step"] < 1000
+    assert 500 <= checkpoint(r)["global_step"] < 700
 
-    single = run(*SMALL, "--total-timesteps", "1200", "--num-workers", "2", script=script, env={"RANK": "0"})
+    single = run(*SMALL, "--total-timesteps", "900", "--num-workers", "2", script=script, env={"RANK": "0"})
     assert single.wait(60) == 0, single.text()
-    assert single.text().count("resuming") == 1 and "ranks like this" not in single.text() and checkpoint(r)["global_step"] >= 1200
+    assert single.text().count("resuming") == 1 and "ranks like this" not in single.text() and checkpoint(r)["global_step"] >= 900
 
 
 @pytest.mark.parametrize("name, flags", [("appo_atari_replay", ("--replay-rollouts", "20", "--sync", "--batch-size", "64")),
                                          ("appo_dmlab", ("--encoder", "convnet")), ("appo_mujoco", ("--num-workers", "0"))])  # fmt: skip
 def test_the_others_train_with_ranks(run, tmp_path, name, flags):
     """With and without asynchrony. DeepMind Lab has a stand-in. (appo_atari_replay.py has all of appo_atari.py.)"""
-    r = run(*SMALL, *flags, "--num-batches-per-epoch", "1", "--total-timesteps", "600", script=with_ranks(name, tmp_path), launcher=TWO,
-            env=dict(PYTHONPATH=str(ROOT / "tests" / "stand_in")))  # fmt: skip
+    r = run(*SMALL, *flags, "--num-batches-per-epoch", "1", "--total-timesteps", "300", script=with_ranks(name, tmp_path), launcher=TWO,
+            env=dict(PYTHONPATH=f"{ROOT}/tests/stand_in:{os.environ['PYTHONPATH']}"))  # fmt: skip
     assert r.wait(90) == 0, r.text()
-    assert checkpoint(r)["version"] > 5 and r.text().count("done: ") == 1 and "2 ranks like this" in r.text()
+    assert checkpoint(r)["version"] > 3 and r.text().count("done: ") == 1 and "2 ranks like this" in r.text()
 
 
 @pytest.mark.parametrize("launcher, flags, sentence", [
@@ -276,16 +281,16 @@ def join_ranks():
         time.sleep(4)
     join()
 """
-    r = start("--save-every-sec", "0.5", launcher=(*TWO, "--max-restarts", "3"), edits=[replacing(lost_and_late)])
-    for i, rank in enumerate((1, 0)):
-        before, step = rank_pids(r), checkpoint(r)["global_step"] if i else 0
-        shares, cores = [os.sched_getaffinity(pid) for pid in before], os.sched_getaffinity(0)
-        assert {len(share) for share in shares} == {max(1, len(cores) // 2)} and set.union(*shares) <= cores
-        assert len(cores) == 1 or not set.intersection(*shares), "cores of their own"
-        r.wait_for(lambda: list((r.folder / "e" / "checkpoints").glob("checkpoint_*")), 30, "a checkpoint")
-        os.kill(before[rank], signal.SIGKILL)
-        r.wait_for(lambda: r.text().count("resuming") > i and r.text().rpartition("resuming")[2].count("frames/s") > 0, 60, "the restart")
-        assert not set(before) & set(rank_pids(r)) and checkpoint(r)["global_step"] > step
+    r = start("--save-every-sec", "0.5", launcher=(*TWO, "--max-restarts", "2"), edits=[replacing(lost_and_late)])
+    before, cores = rank_pids(r), os.sched_getaffinity(0)
+    shares = [os.sched_getaffinity(pid) for pid in before]
+    assert {len(share) for share in shares} == {max(1, len(cores) // 2)} and set.union(*shares) <= cores
+    assert len(cores) == 1 or not set.intersection(*shares), "cores of their own"
+    r.wait_for(lambda: list((r.folder / "e" / "checkpoints").glob("checkpoint_*")), 30, "a checkpoint")
+    step = checkpoint(r)["global_step"]
+    os.kill(before[0], signal.SIGKILL)
+    r.wait_for(lambda: "resuming" in r.text() and checkpoint(r)["global_step"] > step, 60, "the restart")
+    assert not set(before) & set(rank_pids(r))
     os.kill(rank_pids(r)[1], signal.SIGKILL)
     assert r.wait(30) == 1
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9", r.text().split("Root Cause")[1]), "the reason is last"
@@ -332,7 +337,7 @@ def test_a_rank_killed_on_one_of_two_machines(tmp_path):
 
 def test_two_machines(tmp_path):
     """They share no folder."""
-    runs = two_machines(tmp_path, "--total-timesteps", "1500")
+    runs = two_machines(tmp_path, "--total-timesteps", "300")
     assert [r.wait(90) for r in runs] == [0, 0], runs[0].text() + runs[1].text()
     assert sum(r.text().count("2 ranks like this") for r in runs) == 1
     assert sorted(len(list((tmp_path / str(i)).glob("e/checkpoints/*"))) for i in range(2)) == [0, 1]

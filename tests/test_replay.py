@@ -4,14 +4,13 @@ import gc
 import math
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from edited import COUNTING, REPORTS, ROOT, edited, load, with_envs
+from forked import python
 from test_algorithm import direct_vtrace, make_agent, make_batch
 from test_command_line import scalars
 from torch.distributions import Categorical, kl_divergence
@@ -324,7 +323,7 @@ def test_statistics_of_the_inputs_are_of_fresh_samples(appo):
 def train(appo, tmp_path):
     def train(**settings) -> int:
         small = dict(num_workers=2, num_envs_per_worker=4, rollout=5, batch_size=20, hidden_size=32, device="cpu", inference_threads=1,
-                     learner_threads=1, total_timesteps=3000, replay_rollouts=30)  # fmt: skip
+                     learner_threads=1, total_timesteps=2000, replay_rollouts=30)  # fmt: skip
         gc.collect()
         return appo.train(appo.Args(**small | settings), tmp_path / "run")
 
@@ -412,9 +411,8 @@ def test_as_a_user_runs_it(run, tmp_path):
     assert all(0 <= event.value < 1 for event in found["stats/choosing"]) and 0 < found["stats/choosing"][-1].value
     assert found["replay/age_steps"][-1].value > 32
     assert all(one.value <= two.value for one, two in zip(found["replay/distance"], found["replay/distance_drawn"]))
-    command = [sys.executable, str(ROOT / "evaluate.py"), str(tmp_path / "e"), "--episodes", "1", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "1 episodes, sampled actions" in done.stdout, done.stdout + done.stderr
+    done = python(ROOT / "evaluate.py", tmp_path / "e", "--episodes", "1", "--device", "cpu", folder=tmp_path)
+    assert done.returncode == 0 and "1 episodes, sampled actions" in done.stdout, done.stdout
 
 
 def test_a_run_without_replay_is_not_resumed_with_it_in_silence(main, tmp_path):

@@ -140,7 +140,7 @@ def {0}(*arguments):
 ])  # fmt: skip
 def test_what_costs_more_is_found(play, tmp_path, name, line):
     """A host that waits once more, while it acts or learns; a hundred more kernels."""
-    answer = play(edited(tmp_path, "appo_stray", replacing(STRAY.format(name, line)), source=ROOT / VARIANTS[0]), "order", 0, False)
+    answer = play(edited(tmp_path, "appo_stray", replacing(STRAY.format(name, line)), source=ROOT / VARIANTS[0]), "order", 0, True)
     assert (answer["error"], answer["reports"]) == ("", [])
     with pytest.raises(AssertionError):
         assert_costs(VARIANTS[0], answer["costs"])
@@ -395,6 +395,7 @@ def main() -> None:
     sys.path.append(str(ROOT / "tests" / "stand_in"))  # for appo_dmlab.py
     for variant in VARIANTS:
         load(ROOT / variant)
+    gc.freeze()
     for line in sys.stdin:
         if os.fork() == 0:
             signal.alarm(120)

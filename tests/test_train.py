@@ -495,7 +495,7 @@ def test_the_bar_fits_into_80_columns(reporter):
     reporter.learner.global_step, reporter.learner.version = 30_862, 1
     report(reporter, waited=9, idle=9)
     bar = str(reporter.bar)
-    assert len(bar) <= 80 and re.search(r"\d% .*1:\d\d:\d\d, return -164.11, 12,34\d frames/s, bottleneck: environments", bar), bar
+    assert len(bar) <= 80 and re.search(r"\d% .*1:\d\d:\d\d, return -164.11, 12,3\d\d frames/s, bottleneck: environments", bar), bar
 
 
 def test_a_window_without_an_update_is_warned_of(reporter):
@@ -516,13 +516,13 @@ def test_the_bottleneck_is_named(reporter, counts, name):
 @pytest.mark.parametrize("slow", ["learner", "environments", "inference"])
 def test_what_is_slow_is_named(tmp_path_factory, train, tmp_path, monkeypatch, slow):
     """Of a real pipeline, in which one part sleeps."""
-    line, often = "        self.count += 1\n", (REPORTS[0], '(seconds := change["time"]) < 0.5:')
+    line = "        self.count += 1\n"
     envs = COUNTING.replace(line, f"{line}        time.sleep(0.02)\n") if slow == "environments" else COUNTING
-    appo = load(with_envs(tmp_path_factory.mktemp(slow), f"appo_slow_{slow}", envs, often))
+    appo = load(with_envs(tmp_path_factory.mktemp(slow), f"appo_slow_{slow}", envs, REPORTS))
     if slow != "environments":
         cls, name = (appo.Learner, "update") if slow == "learner" else (appo.Inference, "act")
         usual = getattr(cls, name)
         monkeypatch.setattr(cls, name, lambda *arguments: (usual(*arguments), time.sleep(0.05))[0])
-    assert train(appo, num_workers=2, batch_size=20, total_timesteps=10**6, train_for_seconds=3.0) == 0
+    assert train(appo, num_workers=2, batch_size=20, total_timesteps=10**6, train_for_seconds=1.5) == 0
     named = re.findall("bottleneck: (.*), lag", (tmp_path / "run" / "log.txt").read_text())
     assert len(named) > 2 and Counter(named).most_common(1)[0][0] == slow, named
