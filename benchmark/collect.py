@@ -4,11 +4,9 @@
     python benchmark/collect.py tasks/NAME/episodic_return OUT.csv FOLDER...   # or another tag of our own runs
     python benchmark/collect.py rates OUT.json FOLDER...   # frames/s, medians by system, ratios
     python benchmark/collect.py steps OUT.json FOLDER...   # the same in steps/s, where frameskips differ
-    python benchmark/collect.py throughput OUT.json FOLDER...   # the same beside the ceiling in FOLDER.json
     python benchmark/collect.py population OUT.csv FOLDER   # the exchanges of a run of appo_pbt_doom.py
 
-A folder's name is the name of the run: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves,
-FAMILY_GAMES_ROUND for throughput.
+A folder's name is the name of the run: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves.
 
 Seconds of a curve count from a run's first line of log to each report, so they include the start of the games; CleanRL's count from its
 first episode. Rates leave out the first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its
@@ -134,17 +132,17 @@ def curve_of(folder: Path, tag: str) -> list[tuple]:
     return read_cleanrl(folder) if (folder / "runs").exists() else read(folder)
 
 
-def write_curves(out: Path, folders: list[Path], tag: str) -> None:
+def write_curves(out: Path, curves: dict[str, list[tuple]]) -> None:
+    """Of each run the points (seconds, step, return)."""
     with open(out, "w", newline="") as file:
         file.write(f"# {json.dumps(machine_and_engines())}\n")
         writer = csv.writer(file)
         writer.writerow(["run", "seconds", "step", "return"])
-        for folder in folders:
-            points = [point for point in curve_of(folder, tag) if point[2] is not None]
-            writer.writerows([folder.name, round(seconds, 1), step, round(value, 2)] for seconds, step, value in points)
+        for run, points in curves.items():
+            writer.writerows([run, round(seconds, 1), step, round(value, 2)] for seconds, step, value in points if value is not None)
 
 
-def rate_of(folder: Path, unit: str) -> dict[str, int]:
+def rate_of(folder: Path, unit: str) -> dict[str, int | str]:
     frames_of_step = 1 if unit == "steps_per_second" else 4
     if (folder / "rate.json").exists():  # taken by pufferlib_atari.py or, of the games alone, by dummy_sampler.py
         rate = json.loads((folder / "rate.json").read_text())
@@ -155,36 +153,25 @@ def rate_of(folder: Path, unit: str) -> dict[str, int]:
     points = [point for last, point in pairwise([(0.0, 0, None), *points]) if point[1] > last[1]]
     points = [point for point in points if point[0] >= points[0][0] + 20]
     (begin, first, _), (end, last, _) = points[0], points[-1]
-    return {unit: round(frames_of_step * (last - first) / (end - begin)), "window_seconds": round(end - begin)}
+    rate = {unit: round(frames_of_step * (last - first) / (end - begin)), "window_seconds": round(end - begin)}
+    if (folder / "cfg.json").exists():  # ours
+        used = json.loads((folder / "cfg.json").read_text())["resolved"]
+        rate |= {name: used[name] for name in ("device", "precision", "batch_size")}
+    return rate
 
 
-def write_rates(out: Path, folders: list[Path], unit: str) -> None:
-    rates, systems = {folder.name: rate_of(folder, unit) for folder in folders}, {}
-    for name, rate in rates.items():
+def write_rates(out: Path, runs: dict[str, dict], unit: str) -> None:
+    """Of each run, FAMILY_SYSTEM_ROUND, the rate and what there is to say of it."""
+    systems = {}
+    for name, rate in runs.items():
         systems.setdefault(name.rsplit("_", 1)[0], []).append(rate[unit])
     medians, ratios = {name: statistics.median(values) for name, values in systems.items()}, {}
     for name, value in medians.items():  # of ours to each peer of the same family
         ours = f"{name.split('_')[0]}_ours"
         if name != ours and ours in medians:
             ratios[name] = round(medians[ours] / value, 2)
-    out.write_text(json.dumps(dict(machine=machine_and_engines(), medians=medians, ratios=ratios, runs=rates), indent=2) + "\n")
+    out.write_text(json.dumps(dict(machine=machine_and_engines(), medians=medians, ratios=ratios, runs=runs), indent=2) + "\n")
     print(json.dumps(dict(medians=medians, ratios=ratios)))
-
-
-def write_throughput(out: Path, folders: list[Path]) -> None:
-    table = {}
-    for folder in folders:
-        ceiling = json.loads(folder.with_suffix(".json").read_text())["results"][0]
-        family, games, _ = folder.name.split("_")
-        used = json.loads((folder / "cfg.json").read_text())["resolved"]
-        row = dict(family=family, workers=ceiling["workers"], envs_per_worker=int(games), training=[], ceiling=[])
-        row |= {name: used[name] for name in ("device", "precision", "batch_size")}
-        row = table.setdefault((family, int(games)), row)
-        row["training"].append(rate_of(folder, "frames_per_second")["frames_per_second"])
-        row["ceiling"].append(ceiling["frames_per_second"])
-    text = ",\n  ".join(json.dumps(table[key]) for key in sorted(table))
-    out.write_text(f'{{"machine": {json.dumps(machine_and_engines())},\n "frames_per_second": [\n  {text}\n]}}\n')
-    print(text)
 
 
 def main() -> None:
@@ -193,14 +180,13 @@ def main() -> None:
     kind, out, folders = sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]]
     if kind == "population":
         write_population(out, folders[0])
-    elif kind == "throughput":
-        write_throughput(out, folders)
     elif kind in ("rates", "steps"):
-        write_rates(out, folders, "steps_per_second" if kind == "steps" else "frames_per_second")
+        unit = "steps_per_second" if kind == "steps" else "frames_per_second"
+        write_rates(out, {folder.name: rate_of(folder, unit) for folder in folders}, unit)
     elif kind == "curves" or "/" in kind:
-        write_curves(out, folders, kind)
+        write_curves(out, {folder.name: curve_of(folder, kind) for folder in folders})
     else:
-        sys.exit(f"error: {kind}: curves, rates, steps, throughput, population, or the tag of a metric")
+        sys.exit(f"error: {kind}: curves, rates, steps, population, or the tag of a metric")
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ replay_settings() {  # the coefficients of the loss of replayed samples, on Brea
 # there.
 gym() {  # five environments beside Stable-Baselines3: 14 minutes
     run python benchmark/peers/gym_goals.py --sb3-python "${SB3_PYTHON:-python}" --rounds "$(wc -w <<< "$three")" \
-        --out "$results/gym_learning.json" -- "${flags[@]}"
+        --out "$results/gym_learning.csv" -- "${flags[@]}"
 }
 
 # All sides of a comparison have the tasks' version 4, the one with published numbers. The learning rate of a run of a million falls sooner.

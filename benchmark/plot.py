@@ -4,8 +4,8 @@
     python benchmark/plot.py runs/seeds    # instead: what benchmark/seeds.py has trained, as curves.png in that folder
     python benchmark/plot.py NAME.csv      # instead: the history of a population, from `collect.py population NAME.csv FOLDER`, as NAME.png
 
-There are two kinds of results: rates (systems and rounds) and curves (settings and seeds). The lists at the end say what is made from which
-file. A table stands in its document between `<!-- table: NAME -->` and `<!-- end -->`.
+There are two kinds of results: rates (systems and rounds) and curves (settings and seeds). plot.toml and the end of this file say what is made
+from which file. A table stands in its document between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
 import csv
@@ -13,6 +13,7 @@ import json
 import re
 import statistics
 import sys
+import tomllib
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -26,29 +27,22 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 RESULTS, DOCUMENTS = HERE / "results", (HERE / "README.md", HERE / "HISTORY.md")
-NEVER = (np.inf, np.inf)
+ROWS = tomllib.loads((HERE / "plot.toml").read_text())
+HALF_HOUR, TWELVE_MINUTES, NEVER = 1800, 720, (np.inf, np.inf)  # seconds; and steps
 Seeds = dict[str, np.ndarray]  # seed -> [points, 3]: seconds, step, mean return of the last 100 episodes
 
 # ---- raw results
-
-
-def read_json(file: str) -> dict:
-    return json.loads((RESULTS / file).read_text())
 
 
 def read_csv(file: str | Path) -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in open(RESULTS / file) if not line.startswith("#")))
 
 
-def rates(file: str) -> dict[str, list[float]]:
+def rates(file: str | Path) -> dict[str, list[float]]:
     """System -> the frames/s or steps/s of each round."""
-    result, found = read_json(file), defaultdict(list)
-    for run, rate in result.get("runs", {}).items():
+    found = defaultdict(list)
+    for run, rate in json.loads((RESULTS / file).read_text())["runs"].items():
         found[run.rsplit("_", 1)[0]].append(next(iter(rate.values())))
-    for env_id, systems in result.get("envs", {}).items():
-        found |= {f"{env_id}_{system}": rounds for system, rounds in systems.items()}
-    for row in result.get("frames_per_second", []):
-        found |= {f"{row['family']}_{row['envs_per_worker']}_{kind}": row[kind] for kind in ("training", "ceiling")}
     return found
 
 
@@ -111,19 +105,23 @@ def when(runs: list[tuple[float, float]]) -> list[str]:
     return [counts, each(seconds) + " s" if last < 100 else each([second / 60 for second in seconds], "{:.1f}") + " min"]
 
 
+def peer_curves(goal: float, *peers: list) -> dict[str, Seeds]:
+    """A goal that was published is a point, without a time."""
+    return {name: read_curves(source[0])[source[1]] if len(source) == 2 else {"": np.array([[0, 1e6 * source[0], goal]])}
+            for name, *source in peers}  # fmt: skip
+
+
 def learning_table() -> str:
-    """When each run reached the goal, and between which returns they ended; when others reached the same goal."""
+    """When each run reached the goal, and between which returns they ended; when the first peer reached the same goal."""
     rows = []
-    for env_id, systems in read_json("gym_learning.json")["envs"].items():
-        ours, sb3 = ([(run["seconds"], run["steps"]) if run["reached"] else NEVER for run in systems[side]] for side in ("ours", "sb3"))
-        rows.append([f"`appo_gym.py --env-id {env_id}`", f"{GYM_GOALS[env_id]:g}", *when(ours), "", f"SB3: {'; '.join(when(sb3))}"])
-    for flags, (file, setting, goal, *peers) in LEARNING.items():
-        seeds = read_curves(file)[setting]
-        length = max(points[-1, 1] for points in seeds.values())
-        ends = [points[-1, 2] for points in seeds.values() if points[-1, 1] > 0.9 * length]  # not of a run that was stopped
-        span = " to ".join(f"{end:,.{0 if goal > 100 else 1}f}" for end in sorted({min(ends), max(ends)}))
-        peer = [f"{name}: {'; '.join(when(reached(lines, goal)))}" for name, lines in peer_curves(peers[:1], goal).items()] or [""]
-        rows.append([f"`{flags}`", f"{goal:,}", *when(reached(seeds, goal)), f"{span} ({length / 1e6:.2g}M)", *peer])
+    for flags, goal, file, setting, *peers in ROWS["learning"]:
+        seeds, span = read_curves(file)[setting], ""
+        if max(map(len, seeds.values())) > 1:  # all of the curve
+            length = max(points[-1, 1] for points in seeds.values())
+            ends = [points[-1, 2] for points in seeds.values() if points[-1, 1] > 0.9 * length]  # not of a run that was stopped
+            span = " to ".join(f"{end:,.{0 if goal > 100 else 1}f}" for end in sorted({min(ends), max(ends)})) + f" ({length / 1e6:.2g}M)"
+        peer = [f"{name}: {'; '.join(when(reached(lines, goal)))}" for name, lines in peer_curves(goal, *peers[:1]).items()] or [""]
+        rows.append([f"`{flags}`", f"{goal:,}", *when(reached(seeds, goal)), span, *peer])
     return table(["command", "goal", "steps to it", "time to it", "return at the end (steps)", "a peer: steps; time"], rows)
 
 
@@ -149,15 +147,15 @@ def half_hour_table() -> str:
 
 
 def replay_runs() -> dict[str, dict[str, Seeds]]:
-    """Game -> a name of REPLAY -> seeds."""
+    """Game -> what is replayed -> seeds."""
     found = read_curves("replay.csv")
-    return {game: {name: until(found[f"{setting} env-id={game}-v5"], TWELVE_MINUTES) for name, (setting, _) in REPLAY.items()}
+    return {game: {name: until(found[f"{setting} env-id={game}-v5"], TWELVE_MINUTES) for name, setting, _ in ROWS["replay"]}
             for game in ("Pong", "Breakout", "Seaquest")}  # fmt: skip
 
 
 def replay_table() -> str:
     """Mean returns over equal frames, as many as the slowest run of the game has, and after equal minutes; and the speed."""
-    header, rows, speed = ["replayed"], {name: [name] for name in REPLAY}, rates("replay_speed.json")
+    header, rows, speed = ["replayed"], {name: [name] for name, *_ in ROWS["replay"]}, rates("replay_speed.json")
     for game, settings in replay_runs().items():
         runs = [points for seeds in settings.values() for points in seeds.values()]
         grid = np.linspace(max(points[0, 1] for points in runs), min(points[-1, 1] for points in runs), 1000)
@@ -165,7 +163,7 @@ def replay_table() -> str:
         for name, seeds in settings.items():
             means = [np.interp(grid, points[:, 1], points[:, 2]).mean() for points in seeds.values()]
             rows[name] += [spread(means, "{:.1f}"), spread([end_of(points, TWELVE_MINUTES) for points in seeds.values()], "{:.1f}")]
-    shares = [f"{statistics.median(speed[system]) / statistics.median(speed['none']):.0%}" for _, system in REPLAY.values()]
+    shares = [f"{statistics.median(speed[system]) / statistics.median(speed['none']):.0%}" for _, _, system in ROWS["replay"]]
     return table([*header, "frames/s"], [[*row, share] for row, share in zip(rows.values(), shares)])
 
 
@@ -226,15 +224,9 @@ def over_both(games: dict[str, dict[str, Seeds]], x: str) -> list[tuple]:
     return [(game, axis, lines) for axis in (x, "minutes") for game, lines in games.items()]
 
 
-def peer_curves(peers: list[tuple], goal: float) -> dict[str, Seeds]:
-    """Of LEARNING. A goal that was published is a point, without a time."""
-    return {name: read_curves(source[0])[source[1]] if len(source) == 2 else {"": np.array([[0, 1e6 * source[0], goal]])}
-            for name, *source in peers}  # fmt: skip
-
-
 def learning_figure(out: Path, files: tuple[str, ...]) -> None:
-    games = {flags.split()[2]: {"ours": read_curves(file)[setting], **peer_curves(peers, goal)}
-             for flags, (file, setting, goal, *peers) in LEARNING.items() if flags.startswith(files)}  # fmt: skip
+    games = {flags.split()[2]: {"ours": read_curves(file)[setting], **peer_curves(goal, *peers)}
+             for flags, goal, file, setting, *peers in ROWS["learning"] if flags.startswith(files)}  # fmt: skip
     curves(out, "thin: seeds, thick: their mean", len(games), over_both(games, "million steps"))
 
 
@@ -324,73 +316,13 @@ def population(out: Path, title: str, file: str | Path) -> None:
     plt.close(figure)
 
 
-# ---- which result feeds what, with which labels
+# ---- which result feeds what; the rest is in plot.toml
 
-HALF_HOUR, TWELVE_MINUTES = 1800, 720  # seconds
-SF, SB3, PUFFER = "Sample Factory 2.1.1", "Stable-Baselines3 2.9.2", "PufferLib 3.0.0"
-PEERS = [  # environment, peer, file, ours, the peer
-    ("Doom", SF, "peers.json", "doom_ours", "doom_sf"),
-    ("Atari", SF, "peers.json", "atari_ours", "atari_sf"),
-    ("Atari", "CleanRL", "peers.json", "atari_ours", "atari_cleanrl"),
-    ("Atari", "CleanRL, one epoch", "peers.json", "atari_ours", "atari_cleanrl-1-epoch"),
-    ("Atari", SB3, "peers.json", "atari_ours", "atari_sb3"),
-    ("Atari", f"{SB3}, one epoch", "peers.json", "atari_ours", "atari_sb3-1-epoch"),
-    ("DeepMind Lab", SF, "peers_dmlab.json", "dmlab_ours", "dmlab_sf"),
-    ("Doom, ours in bfloat16", SF, "peers_bfloat16.json", "doom_ours", "doom_sf"),
-    ("Atari", f"{PUFFER}, two worker processes", "peers_pufferlib.json", "atari_ours", "atari_puffer-async"),
-    ("Atari", f"{PUFFER}, games in its main process", "peers_pufferlib.json", "atari_ours", "atari_puffer-native"),
-    ("HalfCheetah, steps/s", f"{SF}, its recipe", "peers_mujoco.json", "halfcheetah_ours", "halfcheetah_sf"),
-    ("HalfCheetah, steps/s", "CleanRL", "peers_mujoco.json", "halfcheetah_ours", "halfcheetah_cleanrl"),
-    ("HalfCheetah, steps/s", SB3, "peers_mujoco.json", "halfcheetah_ours", "halfcheetah_sb3"),
-    ("Ant, steps/s", f"{SF}, its recipe", "peers_mujoco.json", "ant_ours", "ant_sf"),
-    ("Ant, steps/s", "CleanRL", "peers_mujoco.json", "ant_ours", "ant_cleanrl"),
-    ("Ant, steps/s", SB3, "peers_mujoco.json", "ant_ours", "ant_sb3"),
-    ("CartPole, steps/s", f"{SB3}, settings of its zoo", "gym_speed.json", "CartPole-v1_ours", "CartPole-v1_sb3"),
-    ("LunarLander, steps/s", f"{SB3}, settings of its zoo", "gym_speed.json", "LunarLander-v3_ours", "LunarLander-v3_sb3"),
-]
-CEILING = [  # environment, how many, file, training, the environments alone
-    ("Doom", "2 x 4", "throughput.json", "doom_4_training", "doom_4_ceiling"),
-    ("Doom", "2 x 16", "throughput.json", "doom_16_training", "doom_16_ceiling"),
-    ("Doom", "2 x 32", "throughput.json", "doom_32_training", "doom_32_ceiling"),
-    ("Atari", "2 x 4", "throughput.json", "atari_4_training", "atari_4_ceiling"),
-    ("Atari", "2 x 16", "throughput.json", "atari_16_training", "atari_16_ceiling"),
-    ("Atari", "2 x 32", "throughput.json", "atari_32_training", "atari_32_ceiling"),
-    ("HalfCheetah, steps/s", "2 x 32", "peers_mujoco.json", "halfcheetah_ours", "halfcheetah_bare"),
-    ("Ant, steps/s", "2 x 32", "peers_mujoco.json", "ant_ours", "ant_bare"),
-    ("CartPole, steps/s", "2 x 16; alone: 1 x 16", "gym_speed.json", "CartPole-v1_ours", "CartPole-v1_bare"),
-    ("LunarLander, steps/s", "2 x 16; alone: 1 x 16", "gym_speed.json", "LunarLander-v3_ours", "LunarLander-v3_bare"),
-]
-RANKS = [("Doom", "ranks.json", "doom_ours", "doom_one"), ("Atari", "ranks.json", "atari_ours", "atari_one")]
-
-GYM_GOALS = {"CartPole-v1": 475, "Acrobot-v1": -100, "LunarLander-v3": 200, "minigrid:MiniGrid-Empty-8x8-v0": 0.9,
-             "minigrid:MiniGrid-DoorKey-5x5-v0": 0.9}  # fmt: skip
-LEARNING = {  # command: file, setting, goal, peers: name, file and setting, or after how many million steps the goal was published
-    "appo_doom.py --env-id basic": ("learning_basic.csv", "ours", 75, ("SF", "learning_basic.csv", "sf")),
-    "appo_doom.py --env-id battle": ("learning_battle.csv", "ours", 10, ("SF", "learning_battle.csv", "sf"),
-                                     ("SF, learning rate 4e-4", "learning_battle.csv", "sf-4e-4")),
-    "appo_atari.py --env-id Pong-v5": ("learning_pong.csv", "ours", 18, ("CleanRL", "cleanrl_pong.csv", "cleanrl")),
-    "appo_atari.py --env-id Breakout-v5": ("learning_breakout.csv", "ours", 200, ("CleanRL", "cleanrl_breakout.csv", "cleanrl")),
-    "appo_dmlab.py --env-id rooms_collect_good_objects_train --encoder convnet": ("learning_dmlab.csv", "ours", 5),
-    "appo_mujoco.py --env-id HalfCheetah-v4": ("mujoco.csv", "env-id=HalfCheetah-v4", 1443, ("CleanRL", 1),
-                                               ("CleanRL, a run here", "cleanrl_mujoco.csv", "cleanrl")),
-    "appo_mujoco.py --env-id Walker2d-v4": ("mujoco.csv", "env-id=Walker2d-v4", 2288, ("CleanRL", 1)),
-    "appo_mujoco.py --env-id Hopper-v4": ("mujoco.csv", "env-id=Hopper-v4", 2383, ("CleanRL", 1)),
-    "appo_mujoco.py --env-id Ant-v4": ("mujoco.csv", "env-id=Ant-v4", 1824, ("CleanRL", 8)),
-    "appo_mujoco.py --env-id HumanoidStandup-v4": ("mujoco.csv", "env-id=HumanoidStandup-v4", 109326, ("CleanRL", 8)),
-}  # fmt: skip
 CLEANRL = {"Pong-v5": "cleanrl_pong.csv", "Breakout-v5": "cleanrl_breakout.csv"}  # published curves
-REPLAY = {  # name: its setting in replay.csv, its system in replay_speed.json
-    "nothing": ("replay-share=0", "none"),
-    "nothing, two epochs": ("replay-share=0 num-epochs=2", "two-epochs"),
-    "uniform": ("replay=uniform", "uniform"),
-    "attentive": ("replay=attentive", "attentive"),
-    "elite, strategy 1": ("replay=elite elite-strategy=1", "elite"),
-    "elite, strategy 3": ("replay=elite elite-strategy=3", "elite"),
-}
 TABLES = dict(
-    peers=partial(rates_table, ["", "peer", "ours, frames/s", "peer, frames/s", "ours / peer"], "**{:.1f} x**", PEERS),
-    ceiling=partial(rates_table, ["", "environments", "training, frames/s", "alone, frames/s", "share"], "**{:.0%}**", CEILING),
-    ranks=partial(rates_table, ["", "two ranks, 1 worker each, frames/s", "one process, 2 workers", "share"], "{:.2f}", RANKS),
+    peers=partial(rates_table, ["", "peer", "ours, frames/s", "peer, frames/s", "ours / peer"], "**{:.1f} x**", ROWS["peers"]),
+    ceiling=partial(rates_table, ["", "environments", "training, frames/s", "alone, frames/s", "share"], "**{:.0%}**", ROWS["ceiling"]),
+    ranks=partial(rates_table, ["", "two ranks, 1 worker each, frames/s", "one process, 2 workers", "share"], "{:.2f}", ROWS["ranks"]),
     learning=learning_table,
     half_hour=half_hour_table,
     replay=replay_table,
@@ -404,7 +336,7 @@ TABLES = dict(
     settings_replay=partial(settings, "seeds_replay.csv", 15, 25, steps=760_000),
 )
 FIGURES = {
-    "peers.png": partial(bars, rows=[row for row in PEERS if row[2] == "peers.json"]),
+    "peers.png": partial(bars, rows=[row for row in ROWS["peers"] if row[2] == "peers.json"]),
     "learning.png": partial(learning_figure, files=("appo_doom", "appo_atari", "appo_dmlab")),
     "mujoco.png": partial(learning_figure, files=("appo_mujoco",)),
     "learning_battle_long.png": long_battle_figure,

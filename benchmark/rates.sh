@@ -61,8 +61,8 @@ compare() {  # NAME SECONDS "name: command"...; compare.py has rounds of its own
 
 # ---- names: each runs one round, and says what collect.py makes of all of them
 
-# `benchmark`, GRU-512, inputs normalised, 32 games, rollout 32, batch 1024, one epoch, all in float32. Needs SF_PYTHON. Expected: 1.7 to
-# 1.9 x.
+# `benchmark`, GRU-512, inputs normalised, 32 games, rollout 32, batch 1024, one epoch, all in float32. Sample Factory has two splits,
+# normalises returns and uses GAE. Needs SF_PYTHON. Expected: 1.7 to 1.9 x.
 doom() {  # ViZDoom beside Sample Factory: 7 minutes
     ours doom_ours 55 appo_doom.py --env-id benchmark --device cpu --precision "${precision:-float32}" --normalize-input --num-workers 2 \
         --num-envs-per-worker 16 --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type gru
@@ -77,9 +77,9 @@ doom_bfloat16() {  # the same with ours in bfloat16: 7 minutes
 }
 
 # Breakout, Nature CNN, no recurrence, all in float32. Ours and Sample Factory: 64 games, rollout 32, batch 1024, one epoch; ours normalises
-# its inputs, as is its default, Sample Factory's example does not. CleanRL at its defaults (8 games, 128 steps, minibatches of 256, four
-# epochs) and with one epoch; Stable-Baselines3's PPO with the same settings as CleanRL. Needs SF_PYTHON, CLEANRL, CLEANRL_PYTHON,
-# SB3_PYTHON. Expected: 1.65 to 1.75 x Sample Factory, more of the others.
+# its inputs, as is its default, Sample Factory's example does not; ours has the newer EnvPool. CleanRL at its defaults (8 games, 128 steps,
+# minibatches of 256, four epochs) and with one epoch; Stable-Baselines3's PPO with the same settings as CleanRL. Needs SF_PYTHON, CLEANRL,
+# CLEANRL_PYTHON, SB3_PYTHON. Expected: 1.65 to 1.75 x Sample Factory, more of the others.
 atari() {  # Breakout beside Sample Factory, CleanRL and Stable-Baselines3: 24 minutes
     ours atari_ours 55 appo_atari.py --env-id Breakout-v5 --device cpu --precision float32 --normalize-input --num-workers 2 \
         --num-envs-per-worker 32 --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type none \
@@ -150,13 +150,12 @@ throughput() {  # training and the games alone, with 4 to 32 games a worker: 30 
     for games in ${GAMES:-4 8 16 32}; do
         for family in doom atari; do
             [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
-            run python dummy_sampler.py --family $family --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games" \
-                --warm-up 3 --window 4 --windows 3 --out "$out/${family}_${games}_$round.json"
-            ours "${family}_$games" 45 appo_$family.py --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games" \
+            alone "$family-${games}_bare" --family $family --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games"
+            ours "$family-${games}_ours" 45 appo_$family.py --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games" \
                 --rollout 32 --num-epochs 1 ${batch:+--batch-size "$batch"} --normalize-input
         done
     done
-    collected=(throughput throughput)
+    collected=(rates throughput)
 }
 
 # Both have the same number of samples in an update; in ranks.json "ours" is the two ranks. Expected: a tie.

@@ -19,6 +19,7 @@ import pytest
 import tyro
 from conftest import marked
 from edited import ROOT
+from forked import MARK, new_mark
 from torch.distributed.run import get_args_parser
 from torch.utils.tensorboard import SummaryWriter
 
@@ -26,6 +27,7 @@ BENCHMARK = ROOT / "benchmark"
 sys.path[:0] = [str(BENCHMARK), str(BENCHMARK / "peers")]
 import gym_goals  # noqa: E402
 import parts  # noqa: E402
+import plot  # noqa: E402
 import random_policy  # noqa: E402
 import seeds  # noqa: E402
 
@@ -89,7 +91,7 @@ def check(*command: str) -> None:
         parsed(gym_goals.Options, words[:split])
         parsed(importlib.import_module("appo_gym").Args, words[split + 1 :])
     elif file.name == "collect.py":
-        if not re.fullmatch(r"curves|rates|steps|throughput|population|tasks/\w+/episodic_return", words[0]):
+        if not re.fullmatch(r"curves|rates|steps|population|tasks/\w+/episodic_return", words[0]):
             raise Wrong(f"collect.py does not know {words[0]}")
     elif file.name == "sample_factory.sh":
         seconds, env, *_ = words
@@ -247,10 +249,11 @@ def test_rates(pretended, monkeypatch):
     monkeypatch.setenv("GAMES", "4")
     command = [BENCHMARK / "rates.sh", "throughput", pretended / "out", "--seed", "7"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    order = re.findall(r"--experiment (\w+)", done.stdout)
-    assert order == ["doom_4_1", "atari_4_1", "doom_4_2", "atari_4_2"] and done.stdout.count("--seed 7") == 4
-    (atari, doom) = json.loads((pretended / "results" / "throughput.json").read_text())["frames_per_second"]
-    assert (doom["family"], doom["training"], doom["ceiling"]) == ("doom", [400, 400], [4000, 4000]) and atari["family"] == "atari"
+    order = re.findall(r"--experiment (\S+)", done.stdout)
+    assert order == ["doom-4_ours_1", "atari-4_ours_1", "doom-4_ours_2", "atari-4_ours_2"] and done.stdout.count("--seed 7") == 4
+    found = json.loads((pretended / "results" / "throughput.json").read_text())
+    assert found["medians"] == {"doom-4_bare": 4000, "doom-4_ours": 400, "atari-4_bare": 4000, "atari-4_ours": 400}
+    assert found["ratios"]["atari-4_bare"] == 0.1 and found["runs"]["doom-4_ours_2"]["precision"] == "float32"
     assert subprocess.run(command, capture_output=True).returncode == 1, "the folder is there"
 
 
@@ -299,21 +302,23 @@ def test_one_part_of_each_file(tmp_path, monkeypatch, capsys):
 
 
 def test_gym_goals(tmp_path, monkeypatch):
-    """Ours until a report shows the goal, beside a peer that says it needed 5 s."""
+    """Ours until a report shows the goal, beside a peer that says it needed 5 s; and the speed of both."""
     peer = tmp_path / "python"
     answer = '{"steps": 7, "seconds": 5, "reached": true, "steps_per_second": 1.4}'
     peer.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\necho '{answer}'\n")
     peer.chmod(0o755)
     monkeypatch.setitem(gym_goals.GOALS, "CartPole-v1", 20)
-    out = tmp_path / "out.json"
-    typed = f"gym_goals.py --out {out} --rounds 1 --envs CartPole-v1 --sb3-python {peer} -- --num-workers 1 --num-envs-per-worker 4"
-    monkeypatch.setattr(sys, "argv", typed.split())
-    gym_goals.main()
-    sides = json.loads(out.read_text())["envs"]["CartPole-v1"]
-    (ours,), (sb3,) = sides["ours"], sides["sb3"]
-    assert ours["reached"] and ours["steps"] > 100 and ours["seconds"] > 1 and ours["steps_per_second"] > 100
-    assert sb3["steps"] == 7 and 0 < sb3["seconds"] < 3, "by the clock"
-    assert (tmp_path / "asked").read_text().endswith("stable_baselines3_ppo.py CartPole-v1 1 --goal 20 --steps 0\n")
+    monkeypatch.setattr(gym_goals, "bare", lambda env_id: 9000.0)
+    for out, more, asked in (("out.csv", "", "--goal 20 --steps 0"), ("out.json", "--speed --steps 20000", "--goal inf --steps 20000")):
+        typed = f"gym_goals.py --out {tmp_path / out} --rounds 1 --envs CartPole-v1 --sb3-python {peer} {more} -- --num-workers 1"
+        monkeypatch.setattr(sys, "argv", typed.split())
+        gym_goals.main()
+        assert (tmp_path / "asked").read_text().endswith(f"stable_baselines3_ppo.py CartPole-v1 1 {asked}\n")
+    curves, rates = plot.read_curves(tmp_path / "out.csv"), plot.rates(tmp_path / "out.json")
+    (ours,), (sb3,) = curves["CartPole-v1_ours"]["1"], curves["CartPole-v1_sb3"]["1"]
+    assert ours[0] > 1 and ours[1] > 100 and ours[2] == 20
+    assert 0 <= sb3[0] < 3 and sb3[1:].tolist() == [7, 20], "by the clock"
+    assert rates["CartPole-v1_ours"][0] > 100 and rates["CartPole-v1_sb3"] == [1.4] and rates["CartPole-v1_bare"] == [9000]
 
 
 def test_random_policy(tmp_path):
@@ -326,11 +331,11 @@ def test_random_policy(tmp_path):
 
 def test_sample_factory_is_ended(tmp_path, monkeypatch):
     """After so many seconds, with all that it has started."""
-    program, mark = tmp_path / "python", f"APPO_TEST_{time.monotonic_ns()}"
+    program, mark = tmp_path / "python", new_mark()
     program.write_text('#!/bin/sh\necho "$@"\nsleep 60 &\nsleep 60\n')
     program.chmod(0o755)
     monkeypatch.setenv("SF_PYTHON", str(program))
-    monkeypatch.setenv(mark, "1")
+    monkeypatch.setenv(MARK, mark)
     command = [BENCHMARK / "peers" / "sample_factory.sh", "1", "doom_basic", "7", tmp_path / "run", "--learning_rate=4e-4"]
     start = time.monotonic()
     subprocess.run(command, check=True, timeout=20)

@@ -1,8 +1,8 @@
 """appo_gym.py with its default flags beside Stable-Baselines3's PPO with the settings of rl-baselines3-zoo, in alternation.
 
-    python benchmark/peers/gym_goals.py --out FILE.json            # steps and seconds to a goal, with another seed in each round
+    python benchmark/peers/gym_goals.py --out FILE.csv             # steps and seconds to a goal, with another seed in each round
     python benchmark/peers/gym_goals.py --out FILE.json --speed    # steps/s, and of a bare loop
-    python benchmark/peers/gym_goals.py --out FILE.json -- --num-workers 4    # with flags for ours
+    python benchmark/peers/gym_goals.py --out FILE.csv -- --num-workers 4    # with flags for ours
 
 A goal is a mean return of 100 episodes. Seconds are those of the whole command, imports and start of the actors included; ours are of a
 copy of the file that reports four times a second instead of every five seconds. `bare` is a loop over the SyncVectorEnv of one worker with
@@ -24,21 +24,21 @@ import tyro
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = str(ROOT), str(HERE.parent)
 import appo_gym  # noqa: E402
-from dummy_sampler import machine  # noqa: E402
+import collect  # noqa: E402
 
 # Where Gymnasium says that it is solved; MiniGrid does not, and its best returns are a little below 1
 GOALS = {
     "CartPole-v1": 475, "Acrobot-v1": -100, "LunarLander-v3": 200, "minigrid:MiniGrid-Empty-8x8-v0": 0.9,
     "minigrid:MiniGrid-DoorKey-5x5-v0": 0.9,
 }  # fmt: skip
-REPORTS = ('(seconds := change["time"]) < 5:', '(seconds := change["time"]) < 0.25:')
+REPORTS = ("    SECONDS = 5 ", "    SECONDS = 0.25 ")  # between two reports
 
 
 @dataclass
 class Options:
-    out: Path  # JSON file for the result
+    out: Path  # file for the result, a CSV or, with --speed, a JSON file
     speed: bool = False  # steps/s instead of goals
     sb3_python: str = sys.executable  # a Python that has stable-baselines3
     rounds: int = 3
@@ -93,19 +93,24 @@ def bare(env_id: str, seconds: float = 5.0) -> float:
 def main() -> None:
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, flags = tyro.cli(Options, args=sys.argv[1:split]), sys.argv[split + 1 :]
-    result = dict(machine=machine(), rounds=options.rounds, envs={env_id: {} for env_id in options.envs})
-    for env_id, runs in result["envs"].items():
+    runs = {}
+    for env_id in options.envs:
         for seed in range(1, options.rounds + 1):
             goal = float("inf") if options.speed else GOALS[env_id]
             found = dict(ours=ours(env_id, seed, options.steps or (400_000 if options.speed else 2_000_000), goal, flags))
             steps = options.steps or (100_000 if options.speed else 0)  # 0: the zoo's
             found["sb3"] = stable_baselines3(options.sb3_python, env_id, seed, "--goal", str(goal), "--steps", str(steps))
             if options.speed:
-                found = {side: run["steps_per_second"] for side, run in found.items()} | dict(bare=bare(env_id))
-            for side, run in found.items():
-                runs.setdefault(side, []).append(run)
+                found = {side: dict(steps_per_second=run["steps_per_second"]) for side, run in found.items()}
+                found["bare"] = dict(steps_per_second=bare(env_id))
+            runs |= {f"{env_id}_{side}_{seed}": run for side, run in found.items()}
             print(env_id, seed, found, flush=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    if options.speed:
+        return collect.write_rates(options.out, runs, "steps_per_second")
+    points = {}  # of a run one, the goal; no return where it was not reached
+    for name, run in runs.items():
+        points[name] = [(run["seconds"], run["steps"], GOALS[name.split("_")[0]] if run["reached"] else float("nan"))]
+    collect.write_curves(options.out, points)
 
 
 if __name__ == "__main__":
