@@ -94,6 +94,7 @@ def leave(appo) -> None:
 
 def one_rank(rank: int, paths: list[Path], parts: list[list[int]]) -> None:
     torch.set_num_threads(1)
+    load(paths[0])  # as a run, which joins the others later
     dist.init_process_group("gloo", init_method=f"file://{paths[0].parent}/meet", rank=rank, world_size=len(parts))
     for path in paths:
         appo = load(path)
@@ -101,6 +102,8 @@ def one_rank(rank: int, paths: list[Path], parts: list[list[int]]) -> None:
         leave(appo)
     dist.barrier()
     dist.destroy_process_group()
+    threads = [Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task")]
+    assert not [name for name in threads if "gloo" in name], "beside its threads the end of Python may crash"
 
 
 def test_ranks_take_the_step_of_one_process_with_all_samples(tmp_path):
