@@ -101,7 +101,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # if the optimizer does so later, its functions keep the group, and the end may crash
+import torch.distributed.nn  # imported after a group was made, it would keep the group, whose threads can crash the end
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F

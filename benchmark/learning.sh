@@ -7,25 +7,10 @@
 #   DRY_RUN=1 prints the commands, and runs nothing.
 # NAME is one of:
 set -euo pipefail
-names() { sed -n '/^# ---- names/,$s/^\([a-z_0-9]*\)() {  # \(.*\)/\1 \2/p' "$0"; }
-name=${1:-}
-if ! names | grep -q "^$name "; then
-    sed -n '2,/^# NAME/s/^# \?//p' "$0" >&2
-    names | while read -r known text; do printf '    %-20s%s\n' "$known" "$text" >&2; done
-    exit 2
-fi
-out=$(realpath -m "${2:-runs/learning_$name}") flags=("${@:3}") one=${SEEDS:-1} three=${SEEDS:-1 2 3} failed=0
-for variable in SF_PYTHON CLEANRL CLEANRL_PYTHON SB3_PYTHON; do
-    [ -z "${!variable:-}" ] || export "$variable=$(realpath -s "${!variable}")"   # -s: a virtual environment's python is a link
-done
-results=$(realpath -m "${RESULTS:-$(dirname "$0")/results}")
-cd "$(dirname "$0")/.."
+. "$(dirname "$0")/common.sh" "$@"
+one=${SEEDS:-1} three=${SEEDS:-1 2 3} failed=0
 # shellcheck disable=SC2086  # seeds are words
 
-run() {  # COMMAND
-    printf '+%s\n' "$(printf ' %q' "$@")"
-    [ -n "${DRY_RUN:-}" ] || "$@"
-}
 train() {  # "SEEDS" CSV flags of seeds.py, then -- and a command. A run that fails is named, and the others go on
     local code=0
     run python benchmark/seeds.py --folder "$out" --out "$out/$2" --seeds $1 "${@:3}" "${flags[@]}" || code=$?

@@ -7,24 +7,9 @@
 #   DRY_RUN=1 prints the commands of one round, and runs nothing.
 # NAME is one of:
 set -euo pipefail
-names() { sed -n '/^# ---- names/,$s/^\([a-z_0-9]*\)() {  # \(.*\)/\1 \2/p' "$0"; }
-name=${1:-}
-if ! names | grep -q "^$name "; then
-    sed -n '2,/^# NAME/s/^# \?//p' "$0" >&2
-    names | while read -r known text; do printf '    %-16s%s\n' "$known" "$text" >&2; done
-    exit 2
-fi
-out=$(realpath -m "${2:-runs/rates_$name}") flags=("${@:3}") rounds=${ROUNDS:-3} folders=() collected=()
-for variable in SF_PYTHON CLEANRL CLEANRL_PYTHON SB3_PYTHON PUFFERLIB_PYTHON; do
-    [ -z "${!variable:-}" ] || export "$variable=$(realpath -s "${!variable}")"   # -s: a virtual environment's python is a link
-done
-results=$(realpath -m "${RESULTS:-$(dirname "$0")/results}")
-cd "$(dirname "$0")/.."
+. "$(dirname "$0")/common.sh" "$@"
+rounds=${ROUNDS:-3} folders=() collected=()
 
-run() {  # COMMAND
-    printf '+%s\n' "$(printf ' %q' "$@")"
-    [ -n "${DRY_RUN:-}" ] || "$@"
-}
 new() {  # NAME: folder of a run
     folder="$out/$1_$round"
     folders+=("$folder")

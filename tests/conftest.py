@@ -14,7 +14,7 @@ from forked import MARK, Forked, new_mark
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["PYTHONPATH"] = f"{ROOT}/tests/quick:{os.environ.get('PYTHONPATH', '')}"
+os.environ["PYTHONPATH"] = ":".join(filter(None, [f"{ROOT}/tests/quick", os.environ.get("PYTHONPATH")]))
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what a shell script starts in the background: runs would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Actors that tests start in their own process are forked from one that has imported what takes long

@@ -209,7 +209,8 @@ def test_the_commands_of_self_play():
 @pytest.mark.parametrize("script", sorted(BENCHMARK.rglob("*.sh")), ids=lambda script: script.name)
 def test_shell_scripts(script):
     subprocess.run(["bash", "-n", script], check=True)
-    assert os.access(script, os.X_OK) and "set -euo pipefail" in script.read_text()
+    if script.name != "common.sh":  # which others source
+        assert os.access(script, os.X_OK) and "set -euo pipefail" in script.read_text()
 
 
 # ---- each kind of script once
