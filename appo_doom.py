@@ -620,7 +620,9 @@ class Agent(nn.Module):
     def recur(self, x, first, state):
         """x [T, B, features] -> the core's outputs float32 [T, B, hidden_size], state. One call of the core for each
         stretch of time in which no row has `first`: many steps in one call are much faster than one at a time."""
-        starts = [0, *(first[1:].any(1).nonzero().flatten() + 1).tolist()]  # waits for the device
+        starts = [0]
+        if len(first) > 1:  # of a batch: waits for the device
+            starts += (first[1:].any(1).nonzero().flatten() + 1).tolist()
         outputs = []
         for start, stretch in zip(starts, x.split(np.diff([*starts, len(x)]).tolist())):
             state = torch.where(first[start].unsqueeze(-1), 0.0, state).unsqueeze(0)
@@ -638,6 +640,11 @@ def distributions(logits, heads):
     """logits [..., sum(heads)] -> the distribution of each independent head. An action whose logit is -inf is never
     taken."""
     return [Categorical(logits=part, validate_args=False) for part in logits.split(heads, dim=-1)]
+
+
+def draw(choice: Categorical):
+    """argmax p/e with e ~ Exp(1) is a draw from p. Unlike `choice.sample()` it never makes the host wait for CUDA."""
+    return (choice.probs / torch.empty_like(choice.probs).exponential_()).argmax(-1)
 
 
 def symmetric_kl(choice: Categorical):
@@ -694,7 +701,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     used = valid * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
     choices = distributions(logits[:-1], agent.heads)
-    logprobs = sum(choice.log_prob(action) for choice, action in zip(choices, batch.actions.unbind(-1)))
+    logprobs = sum(map(Categorical.log_prob, choices, batch.actions.unbind(-1)))
     entropy = sum(choice.entropy() for choice in choices)
     divergence = sum(symmetric_kl(choice) for choice in choices)
     log_ratio = logprobs - batch.logprobs
@@ -1079,7 +1086,7 @@ class Inference:
             slots = self.filling[group]
             t = self.t[group]
             for name, source in mailbox.obs.items():
-                rollouts.obs[name][t, slots] = torch.from_numpy(source[rows])
+                rollouts.obs[name][t, slots].copy_(torch.from_numpy(source[rows]), non_blocking=True)
             rollouts.first[t, slots] = mailbox.first[rows]
             if t > 0:  # else they belong to the block before, where they are already
                 rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
@@ -1090,27 +1097,21 @@ class Inference:
         self.store(groups)
         rollouts = self.rollouts
         places = [(self.t[group], self.filling[group]) for group in groups]
-        rows = np.r_[*(slice_of(self.args, group) for group in groups)]
-        d_rows = torch.from_numpy(rows).to(self.device)
         obs = {name: torch.cat([field[place] for place in places])[None] for name, field in rollouts.obs.items()}
-        first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device)
+        rows = np.r_[*(slice_of(self.args, group) for group in groups)]
+        slots = np.r_[*(self.filling[group] for group in groups)]
+        t = self.t[groups].repeat(rows_per_group(self.args))
+        d_rows, d_t, d_slots = torch.from_numpy(np.stack([rows, t, slots])).to(self.device, non_blocking=True)
+        first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device, non_blocking=True)
         with self.lock:
             logits, values, self.state[d_rows] = self.agent(obs, first, self.state[d_rows])
-            version = self.version
             choices = distributions(logits[0], self.agent.heads)
-            # Waits for the device: the lock is held until the network has been used
-            if sum(choice.logits.sum() for choice in choices).isnan():
-                raise FloatingPointError("the policy gives no probabilities: check observations and masks of actions")
-        actions = torch.stack([choice.sample() for choice in choices], dim=-1)
-        logprobs = sum(choice.log_prob(action) for choice, action in zip(choices, actions.unbind(-1)))
-        n = rows_per_group(self.args)
-        of_each_group = zip(places, actions.split(n), logprobs.split(n), values[0].split(n))
-        for place, its_actions, its_logprobs, its_values in of_each_group:
-            rollouts.actions[place] = its_actions
-            rollouts.logprobs[place] = its_logprobs
-            rollouts.values[place] = its_values
-            rollouts.versions[place] = version
-        self.mailbox.action[rows] = actions.cpu().numpy()
+            actions = torch.stack([draw(choice) for choice in choices], dim=-1)
+            self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
+            rollouts.versions[t, slots] = self.version
+        rollouts.actions[d_t, d_slots] = actions
+        rollouts.logprobs[d_t, d_slots] = sum(map(Categorical.log_prob, choices, actions.unbind(-1)))
+        rollouts.values[d_t, d_slots] = values[0]
         self.t[groups] += 1
         ended = rows[self.mailbox.episode[rows].any(axis=1)]
         self.episodes.extend(self.mailbox.episode[ended].tolist())
@@ -1176,7 +1177,7 @@ class Learner:
 
         def take(field):
             if isinstance(field, np.ndarray):
-                return torch.from_numpy(field[:, slots]).to(self.device)
+                return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
             return field.index_select(1, d_slots)
 
         return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))

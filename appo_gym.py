@@ -443,6 +443,11 @@ def distributions(logits, heads):
     return [Categorical(logits=part, validate_args=False) for part in logits.split(heads, dim=-1)]
 
 
+def draw(choice: Categorical):
+    """argmax p/e with e ~ Exp(1) is a draw from p. Unlike `choice.sample()` it never makes the host wait for CUDA."""
+    return (choice.probs / torch.empty_like(choice.probs).exponential_()).argmax(-1)
+
+
 # === V-trace and the loss =============================================================================================
 
 
@@ -488,7 +493,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     valid = (~batch.first[1:]).float()
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
     choices = distributions(logits[:-1], agent.heads)
-    logprobs = sum(choice.log_prob(action) for choice, action in zip(choices, batch.actions.unbind(-1)))
+    logprobs = sum(map(Categorical.log_prob, choices, batch.actions.unbind(-1)))
     entropy = sum(choice.entropy() for choice in choices)
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
@@ -809,7 +814,7 @@ class Inference:
             slots = self.filling[worker]
             t = self.t[worker]
             for name, source in mailbox.obs.items():
-                rollouts.obs[name][t, slots] = torch.from_numpy(source[rows])
+                rollouts.obs[name][t, slots].copy_(torch.from_numpy(source[rows]), non_blocking=True)
             rollouts.first[t, slots] = mailbox.first[rows]
             if t > 0:  # else they belong to the block before, where they are already
                 rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
@@ -820,25 +825,20 @@ class Inference:
         self.store(workers)
         rollouts = self.rollouts
         places = [(self.t[worker], self.filling[worker]) for worker in workers]
-        rows = np.r_[*(slice_of(self.args, worker) for worker in workers)]
-        d_rows = torch.from_numpy(rows).to(self.device)
         obs = {name: torch.cat([field[place] for place in places])[None] for name, field in rollouts.obs.items()}
-        first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device)
+        rows = np.r_[*(slice_of(self.args, worker) for worker in workers)]
+        slots = np.r_[*(self.filling[worker] for worker in workers)]
+        t = self.t[workers].repeat(rows_per_worker(self.args))
+        d_rows, d_t, d_slots = torch.from_numpy(np.stack([rows, t, slots])).to(self.device, non_blocking=True)
+        first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device, non_blocking=True)
         with self.lock:
             logits, _, self.state[d_rows] = self.agent(obs, first, self.state[d_rows])
-            version = self.version
             choices = distributions(logits[0], self.agent.heads)
-            # Waits for the device: the lock is held until the network has been used
-            if sum(choice.logits.sum() for choice in choices).isnan():
-                raise FloatingPointError("the policy gives no probabilities: check observations and masks of actions")
-        actions = torch.stack([choice.sample() for choice in choices], dim=-1)
-        logprobs = sum(choice.log_prob(action) for choice, action in zip(choices, actions.unbind(-1)))
-        n = rows_per_worker(self.args)
-        for place, its_actions, its_logprobs in zip(places, actions.split(n), logprobs.split(n)):
-            rollouts.actions[place] = its_actions
-            rollouts.logprobs[place] = its_logprobs
-            rollouts.versions[place] = version
-        self.mailbox.action[rows] = actions.cpu().numpy()
+            actions = torch.stack([draw(choice) for choice in choices], dim=-1)
+            self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
+            rollouts.versions[t, slots] = self.version
+        rollouts.actions[d_t, d_slots] = actions
+        rollouts.logprobs[d_t, d_slots] = sum(map(Categorical.log_prob, choices, actions.unbind(-1)))
         self.t[workers] += 1
         ended = rows[self.mailbox.episode[rows].any(axis=1)]
         self.episodes.extend(self.mailbox.episode[ended].tolist())
@@ -902,7 +902,7 @@ class Learner:
 
         def take(field):
             if isinstance(field, np.ndarray):
-                return torch.from_numpy(field[:, slots]).to(self.device)
+                return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
             return field.index_select(1, d_slots)
 
         return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
