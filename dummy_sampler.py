@@ -21,6 +21,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -82,13 +83,14 @@ def variant(options: Options):
     appo = importlib.import_module(f"appo_{options.family}")
     default = dict(doom="benchmark", atari="Breakout-v5", dmlab="dmlab_benchmark", mujoco="HalfCheetah-v5", pbt_doom="duel")
     env_id = options.env_id or default[options.family]
-    args = appo.Args(env_id=env_id, device="cpu", num_workers=options.num_workers,
-                     num_envs_per_worker=options.num_envs_per_worker,
+    workers = options.num_workers or len(os.sched_getaffinity(0))
+    args = appo.Args(env_id=env_id, device="cpu", num_workers=workers, num_envs_per_worker=options.num_envs_per_worker,
                      set_workers_cpu_affinity=options.set_workers_cpu_affinity)  # fmt: skip
     if options.family == "pbt_doom":
         args.num_policies = 1
     try:
-        args = appo.resolve(args)
+        if hasattr(appo, "resolve"):  # a file with the first core
+            args = appo.resolve(args)
         appo.spaces_of(args)  # is there such an environment? starts no game
         if options.family == "dmlab":
             appo.check_level(args)
@@ -211,7 +213,7 @@ def null_actor(family: str, obs: dict[str, gym.spaces.Box], *arguments) -> None:
     """The variant's own actor, with environments that cost nothing."""
     appo = importlib.import_module(f"appo_{family}")
     appo.make_envs = lambda args, num_envs: NullEnvs(num_envs, obs)
-    appo.actor(*arguments)
+    (appo.actor if hasattr(appo, "actor") else appo.run_actor)(*arguments)
 
 
 class RandomAgent(nn.Module):
@@ -230,48 +232,61 @@ class RandomAgent(nn.Module):
 def pipeline(options: Options, appo, args, null: bool) -> dict:
     """Actors, mailbox, pipes, inference thread and rollouts with random actions, without a learner: rows and frames per
     second, and the microseconds of a group. null: with environments that cost nothing."""
-    spaces, actor = appo.spaces_of(args), appo.actor
+    spaces, first_core = appo.spaces_of(args), hasattr(appo, "resolve")
+    body = "actor" if first_core else "run_actor"  # what a worker's process runs
+    usual = getattr(appo, body)
     if null:
         spaces = appo.Spaces(spaces.obs, (4,))
-        appo.actor = functools.partial(null_actor, options.family, spaces.obs)  # what Actors starts
+        setattr(appo, body, functools.partial(null_actor, options.family, spaces.obs))
     torch.set_num_threads(1)
     args.batch_size = args.num_workers * args.num_envs_per_worker * args.rollout  # slots: never a reason to wait
     inference, errors = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
-    actors = appo.Actors(args, inference, session=0, log=tqdm.write)
     received = np.zeros(2, int)  # steps, and valid steps
 
-    def learner() -> None:  # nothing to learn: a full slot is free again
+    def learner() -> None:  # nothing to learn: what is full is free again
         while (item := inference.full.get()) is not None:
             if isinstance(item, BaseException):
                 errors.append(item)
                 return
-            valid = ~inference.rollouts.first[1:, item[0]]
+            slots = item[0] if first_core else item
+            valid = ~inference.rollouts.first[1:, slots]
             received[:] += valid.size, np.count_nonzero(valid)
-            inference.release(item[0])
+            inference.release(slots) if first_core else inference.learner_end.send([slots])
+        errors.append(None if first_core else inference.end)
 
     def check() -> None:
-        if errors:
+        if errors and errors[0]:
             raise errors[0]
 
     thread = threading.Thread(target=learner)
     thread.start()
     try:
-        with appo.sampling(inference, actors):
-            time.sleep(options.warm_up)
-            before = [inference.counts["rows"], inference.counts["forwards"], *received]
-            text = f"{args.num_workers} workers"
-            found = rates(lambda: inference.counts["rows"], options.windows, options.window, text, check)
-            now = [inference.counts["rows"], inference.counts["forwards"], *received]
-            rows, forwards, steps, valid = np.subtract(now, before)
+        with tempfile.TemporaryDirectory() as folder:
+            if first_core:
+                context = appo.sampling(inference, appo.Actors(args, inference, session=0, log=tqdm.write))
+            else:
+                context = appo.running(inference, Path(folder))
+            with context:
+                while not inference.counts["rows"]:
+                    time.sleep(0.1)
+                    check()
+                time.sleep(options.warm_up)
+                before = [inference.counts["rows"], inference.counts["forwards"], *received]
+                text = f"{args.num_workers} workers"
+                found = rates(lambda: inference.counts["rows"], options.windows, options.window, text, check)
+                now = [inference.counts["rows"], inference.counts["forwards"], *received]
+                rows, forwards, steps, valid = np.subtract(now, before)
+                inference.full.put(None)
+                thread.join()
     finally:
         inference.full.put(None)
         thread.join()
-        appo.actor = actor
-    middle = statistics.median(found)
+        setattr(appo, body, usual)
+    middle, size = statistics.median(found), args.num_envs_per_worker // args.worker_num_splits
     return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker, rows_per_second=round(middle),
                 frames_per_second=round(middle * valid / steps * args.frameskip),
                 windows=[round(rate) for rate in found],
-                microseconds_per_group=round(1e6 * inference.size / middle, 1),
+                microseconds_per_group=round(1e6 * size / middle, 1),
                 rows_per_batch=round(rows / forwards, 1))  # fmt: skip
 
 

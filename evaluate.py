@@ -6,9 +6,9 @@
     python evaluate.py train_dir/my_run --env-id battle2 --device cpu    # flags of the file that trained the run
     python evaluate.py train_dir/duel --opponents train_dir/early        # of appo_pbt_doom.py: all against all
 
-The run's cfg.json says which file trained it. That file is imported, and gives the network and the environments, so
-this plays your own copies of it, too. A file must have Args, saved_args, load_agent, spaces_of, Mailbox,
-WorkerEnvs, sample_actions, and drawn_envs where the environments of the training cannot be drawn.
+The run's cfg.json says which file trained it. The file of that name beside this one, or where you are, gives the
+network and the environments, so this plays your own copies, too. A folder never says what code is to be run: any other
+file is named by --file, and an environment's module by --env-id, as in training. In your own code: `load_agent`.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Options:
     best: bool = False  # play the checkpoint with the best return instead of the latest one
     save_video: bool = False  # write the first minute of the first environment to video.mp4 in the run's folder
     watch: bool = False  # show one environment in a window, at the game's own speed; q, Escape or Ctrl-C ends it
-    file: Path | None = None  # the file that trained the run, where it is no longer where cfg.json says
+    file: Path | None = None  # the file that trained the run, if it lies neither here nor beside evaluate.py
     opponents: list[Path] = field(default_factory=list)  # other runs of appo_pbt_doom.py that take part
     policies: list[int] = field(default_factory=list)  # which policies of each population take part. Default: all
 
@@ -55,21 +55,17 @@ class UserError(Exception):
     """Something the user can fix; printed as one line, without a traceback. The files have such classes, too."""
 
 
-def find_file(options: Options) -> Path:
-    """The file that trained the run. Raises UserError."""
-    cfg = options.folder / "cfg.json"
+def find_file(folder: Path, file: Path | None) -> Path:
+    """The file that trained the run in a folder. Raises UserError."""
+    cfg = folder / "cfg.json"
     if not cfg.exists():
-        raise UserError(f"there is no run in {options.folder}: it has no cfg.json")
-    file = options.file or json.loads(cfg.read_text()).get("file")
-    if file is None:
-        raise UserError(f"{cfg} does not say which file trained the run; say it with --file PATH")
-    name = Path(file).name
-    for path in [Path(file)] if options.file else [Path(file), Path(__file__).parent / name, Path(name)]:
+        raise UserError(f"there is no run in {folder}: it has no cfg.json")
+    name = Path(json.loads(cfg.read_text()).get("file", "")).name
+    for path in [file] if file else [Path(__file__).parent / name, Path(name)]:
         if path.is_file():
-            if path != Path(file):
-                print(f"{file} is gone; using {path}")
+            print(f"by {path.resolve()}")
             return path.resolve()
-    raise UserError(f"{file} is not there, which trained the run; say where it is now with --file PATH")
+    raise UserError(f"{file or name} is not there, which trained the run; say where it is with --file PATH")
 
 
 def load(path: Path):
@@ -79,6 +75,49 @@ def load(path: Path):
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def check_module_named(saved, typed: bool) -> None:
+    """Raises UserError where only a saved cfg.json names a module, which would be imported. typed: the id was given."""
+    if ":" in saved.env_id and not typed:
+        raise UserError(f"say --env-id {saved.env_id} (in load_agent env_id): it imports a module")
+
+
+def load_agent(folder: Path | str, device: str = "cpu", kind: str = "latest", file: Path | str | None = None, **changes):
+    """A trained policy: the file that trained it, imported; its network; its Args, for environments in this process and
+    with the changes, such as num_envs; the step at which it was saved. kind: "latest" or "best". Raises UserError."""
+    folder = Path(folder)
+    module = load(find_file(folder, file and Path(file)))
+    saved = args_of(module, folder)
+    check_module_named(saved, "env_id" in changes)
+    return module, *agent_of(module, folder, kind, **asdict(saved) | dict(device=device) | changes)
+
+
+def args_of(module, folder: Path):
+    """What the run was started with."""
+    saved = module.saved_args(folder)
+    return module.Args(**saved) if isinstance(saved, dict) else saved
+
+
+def agent_of(module, folder: Path, kind: str, **flags):
+    if hasattr(module, "load_agent"):  # of a file with the first core
+        return module.load_agent(folder, kind, **flags)
+    splits = dict(worker_num_splits=1) if "worker_num_splits" in flags else {}
+    args = module.Args(**flags | dict(num_workers=0) | splits)
+    best = folder / "checkpoints" / "best.pth"
+    if kind == "best":
+        content = torch.load(best, map_location="cpu", weights_only=True) if best.exists() else None
+    else:
+        content = module.read_checkpoint(folder)
+    if content is None:
+        raise UserError(f"no {kind} checkpoint in {folder}")
+    agent = module.Agent(module.spaces_of(args), args)
+    try:
+        agent.load_state_dict(content["agent"])
+    except RuntimeError as error:
+        raise UserError(f"the network in {folder} does not fit {args.env_id}, these flags or this file: "
+                        f"{' '.join(str(error).split())}") from None  # fmt: skip
+    return agent.to(args.device), args, content["global_step"]
 
 
 class Drawing:
@@ -149,36 +188,72 @@ class Drawing:
             self.pygame.display.quit()
 
 
+class Games:
+    """The environments of one worker, and its mailbox: one interface to the files of both cores."""
+
+    def __init__(self, module, args, count: int, draws: bool):
+        self.mailbox = module.Mailbox(module.spaces_of(args), count)
+        self.first_core = hasattr(module, "load_agent")
+        self.arrays = self.mailbox.arrays() if self.first_core else self.mailbox.numpy()
+        self.worker = module.WorkerEnvs(args, 0, self.arrays, args.seed)
+        self.rows = self.worker.rows[0] if self.first_core else self.worker.rows
+        self.length = module.EPISODE.index("episodic_length")
+        if draws and hasattr(module, "drawn_envs"):
+            print(f"{args.env_id} is played in the environments of `drawn_envs`, which can be drawn")
+            self.worker.splits = [module.drawn_envs(args, count)]
+        elif draws and not self.first_core:
+            self.worker.envs.close()
+            self.worker.envs = module.make_envs(args, count, render_mode="rgb_array")
+        self.envs = self.worker.splits[0] if self.first_core else self.worker.envs
+
+    def reset(self) -> None:
+        self.worker.reset(0) if self.first_core else self.worker.reset()
+
+    def step(self, action: np.ndarray) -> None:
+        self.arrays.action[self.rows] = action
+        self.worker.step(0) if self.first_core else self.worker.step()
+
+    def score(self) -> float:
+        """The first environment's return so far."""
+        return (self.worker.totals[0] if self.first_core else self.worker.sums)[0, 0]
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+def choose(module, agent, outputs: torch.Tensor, likeliest: bool) -> torch.Tensor:
+    """outputs: logits [N, sum(heads)], or means and widths. Returns actions."""
+    if hasattr(module, "sample_actions"):
+        heads = [agent.heads] if hasattr(agent, "heads") else []  # actions that are numbers have none
+        return module.sample_actions(outputs, *heads, likeliest)[0]
+    choices = module.distributions(outputs, agent.heads)
+    return torch.stack([choice.probs.argmax(-1) if likeliest else module.draw(choice) for choice in choices], -1)
+
+
 @torch.inference_mode()
 def play(module, agent, args, options: Options, name: str) -> list[float]:
     """Plays `options.episodes` episodes in the environments of one worker, and draws the first of them. Returns their
     raw returns, fewer where the window was closed."""
-    count, device = args.num_envs_per_worker, torch.device(args.device)
+    count, device = getattr(args, "num_envs", None) or args.num_envs_per_worker, torch.device(args.device)
     per_env = -(-options.episodes // count)  # the same for each: taking the first to end would favour short ones
-    mailbox = module.Mailbox(module.spaces_of(args), count)
-    arrays, state = mailbox.arrays(), torch.zeros(count, agent.state_size, device=device)
-    heads = [agent.heads] if hasattr(agent, "heads") else []  # actions that are numbers have none
+    state = torch.zeros(count, agent.state_size, device=device)
     returns = [[] for _ in range(count)]
     with contextlib.ExitStack() as stack:
-        envs = stack.enter_context(contextlib.closing(module.WorkerEnvs(args, 0, arrays, args.seed)))
-        if (options.save_video or options.watch) and hasattr(module, "drawn_envs"):
-            envs.splits = [module.drawn_envs(args, count)]
-            print(f"{name} is played in the environments of `drawn_envs`, which can be drawn")
-        envs.reset(0)
-        split, rows = envs.splits[0], envs.rows[0]
+        games = stack.enter_context(contextlib.closing(Games(module, args, count, options.save_video or options.watch)))
+        arrays, rows, envs = games.arrays, games.rows, games.envs
+        games.reset()
         # Only the first one is drawn, where the vector class allows it
-        draw = split.envs[0].render if hasattr(split, "envs") else lambda: split.render()[0]
-        drawing = stack.enter_context(contextlib.closing(Drawing(options, name, split.metadata, draw)))
+        draw = envs.envs[0].render if hasattr(envs, "envs") else lambda: envs.render()[0]
+        drawing = stack.enter_context(contextlib.closing(Drawing(options, name, envs.metadata, draw)))
         bar = stack.enter_context(tqdm(total=count * per_env, desc=name, unit=" episodes", disable=None, leave=False))
         while any(len(finished) < per_env for finished in returns):
             # An environment that has terminated may have nothing to show: Doom's picture is black then
-            if not arrays.terminated[rows][0] and not drawing.step(envs.totals[0][0, 0]):
+            if not arrays.terminated[rows][0] and not drawing.step(games.score()):
                 break
-            obs = {key: part[rows].to(device)[None] for key, part in mailbox.obs.items()}
-            outputs, _, state = agent(obs, mailbox.first[rows].to(device)[None], state)  # logits, or means and widths
-            arrays.action[rows] = module.sample_actions(outputs[0], *heads, options.likeliest)[0].cpu().numpy()
-            envs.step(0)
-            for i in np.flatnonzero(arrays.episode[rows, 2]):
+            obs = {key: part[rows].to(device)[None] for key, part in games.mailbox.obs.items()}
+            outputs, _, state = agent(obs, games.mailbox.first[rows].to(device)[None], state)
+            games.step(choose(module, agent, outputs[0], options.likeliest).cpu().numpy())
+            for i in np.flatnonzero(arrays.episode[rows, games.length]):
                 if len(returns[i]) < per_env:
                     returns[i].append(float(arrays.episode[rows][i, 0]))
                     bar.update()
@@ -188,8 +263,8 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
 def evaluate_policy(module, args, options: Options) -> list[float]:
     """Plays episodes with a checkpoint; prints and returns their raw returns."""
     count = 1 if options.watch else min(options.episodes, 16)
-    changes = asdict(args) | dict(num_envs_per_worker=count)
-    agent, args, step = module.load_agent(options.folder, options.kind(), **changes)
+    flag = "num_envs" if hasattr(args, "num_envs") else "num_envs_per_worker"
+    agent, args, step = agent_of(module, options.folder, options.kind(), **asdict(args) | {flag: count})
     returns = play(module, agent, args, options, args.env_id)
     if returns:
         print(f"{len(returns)} episodes, {options.actions()}, step {step:,}: "
@@ -206,8 +281,9 @@ def main() -> int:
         if options.watch and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"))):
             raise UserError("--watch needs a screen, and there is none (no DISPLAY, no WAYLAND_DISPLAY); "
                             "--save-video needs none")  # fmt: skip
-        module = load(find_file(options))
-        saved = module.Args(**module.saved_args(options.folder))
+        module = load(find_file(options.folder, options.file))
+        saved = args_of(module, options.folder)
+        check_module_named(saved, any(flag.replace("_", "-").startswith("--env-id") for flag in flags))
         args = tyro.cli(module.Args, args=flags, default=saved)
         for name in (f.name for f in fields(args) if getattr(args, f.name) != getattr(saved, f.name)):
             print(f"override: {name} {getattr(saved, name)} -> {getattr(args, name)}")
