@@ -1342,8 +1342,6 @@ def check(args: Args):
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:  # of several lines
         raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    if Path(args.train_dir, args.experiment).resolve().parent != Path(args.train_dir).resolve():
-        raise UserError(f"--experiment {args.experiment} is not a folder in {args.train_dir}")
     needed = num_rows(args) * ENGINE_MEMORY
     free = shutil.disk_usage("/dev/shm").free >> 20
     if needed > free:  # the kernel would end the run with SIGBUS
@@ -1494,7 +1492,10 @@ def load_checkpoint(folder: Path, learner: Learner):
     content = read_checkpoint(folder)
     if content is None:
         return
-    learner.agent.load_state_dict(content["agent"])
+    try:
+        learner.agent.load_state_dict(content["agent"])
+    except RuntimeError as error:
+        raise UserError(f"{folder} holds another network than this file makes with these flags: {error}") from None
     learner.optimizer.load_state_dict(content["optimizer"])
     learner.inference.publish(content["version"])
     learner.global_step = content["global_step"]
@@ -1663,6 +1664,8 @@ def parse_args() -> tuple[Args, Path]:
             )
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory
+    if folder.parent != Path(args.train_dir).resolve():
+        raise UserError(f"--experiment {args.experiment} is not a folder in {args.train_dir}")
     if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
         saved = saved_args(folder)
         args = tyro.cli(Args, default=saved)
@@ -1671,12 +1674,13 @@ def parse_args() -> tuple[Args, Path]:
             if now == before:
                 continue
             if name in FIXED:
-                raise UserError(f"{folder} was made with --{name} {before}, not {now}: choose another --experiment")
+                raise UserError(f"{folder} was made with {name} {before}, not {now}: choose another --experiment")
             print(f"override: {name} {before} -> {now}")
     return args, folder
 
 
 def main() -> int:
+    folder = None
     try:
         join_ranks()
         args, folder = parse_args()
@@ -1687,8 +1691,9 @@ def main() -> int:
         return 1
     except (UserError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        with contextlib.suppress(OSError):
-            log(folder, f"error: {error}", show=False)
+        if folder:
+            with contextlib.suppress(OSError):
+                log(folder, f"error: {error}", show=False)
         return 2
 
 

@@ -1045,7 +1045,10 @@ def load_checkpoint(folder: Path, learner: Learner):
     content = read_checkpoint(folder)
     if content is None:
         return
-    learner.agent.load_state_dict(content["agent"])
+    try:
+        learner.agent.load_state_dict(content["agent"])
+    except RuntimeError as error:
+        raise UserError(f"{folder} holds another network than this file makes with these flags: {error}") from None
     learner.optimizer.load_state_dict(content["optimizer"])
     learner.inference.version = content["version"]
     learner.global_step = content["global_step"]

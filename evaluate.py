@@ -95,8 +95,12 @@ def load_agent(folder: Path | str, device: str = "cpu", kind: str = "latest", fi
 
 def args_of(module, folder: Path):
     """What the run was started with."""
-    saved = module.saved_args(folder)
-    return module.Args(**saved) if isinstance(saved, dict) else saved
+    if hasattr(module, "load_agent"):
+        return module.Args(**module.saved_args(folder))
+    saved = json.loads((folder / "cfg.json").read_text())["args"]
+    if differing := saved.keys() ^ {field.name for field in fields(module.Args)}:
+        raise UserError(f"{folder} is of another version of {module.__name__}.py; flags that differ: {', '.join(sorted(differing))}")
+    return module.Args(**saved)
 
 
 def agent_of(module, folder: Path, kind: str, **flags):
@@ -236,6 +240,7 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
     raw returns, fewer where the window was closed."""
     count, device = getattr(args, "num_envs", None) or args.num_envs_per_worker, torch.device(args.device)
     per_env = -(-options.episodes // count)  # the same for each: taking the first to end would favour short ones
+    torch.manual_seed(args.seed)
     state = torch.zeros(count, agent.state_size, device=device)
     returns = [[] for _ in range(count)]
     with contextlib.ExitStack() as stack:
@@ -274,6 +279,7 @@ def evaluate_policy(module, args, options: Options) -> list[float]:
 
 
 def main() -> int:
+    sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
     try:
         options, flags = tyro.cli(Options, return_unknown_args=True)
         if options.episodes is not None and options.episodes < 1:

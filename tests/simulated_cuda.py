@@ -5,8 +5,9 @@ Simulated: tensors that say cuda:0 over memory of the CPU. An operation runs at 
 its thread's current stream. Streams and host threads have clocks: which kernels are known to be done before their next one. A kernel that uses what
 another stream has used is a race unless that use is in its stream's clock, whether or not anything went wrong this time. Likewise for memory that
 Python lets go of (the caching allocator may reuse it at once on the stream where it was made), for pinned host memory under a copy, and for copies to
-the host that nobody waits for. What a thread knows passes through queues and with the start and end of threads, but not through locks. Mixed devices
-and NumPy views of device memory raise, as with CUDA.
+the host that nobody waits for. A copy from memory that is not pinned has its data when the call returns, as CUDA's has, but writes it when its stream
+comes to it, and the host does not wait. What a thread knows passes through queues and with the start and end of threads; through locks and pipes where a
+module is given those below. Mixed devices and NumPy views of device memory raise, as with CUDA.
 
 Not simulated: real kernels and their rounding, CUDA's random numbers (they are the CPU's), cuDNN's packed weights, time. `inference_mode` is
 `no_grad` here, under which a dispatch mode sees what composite operators are made of. What the host does with its own memory is not seen, except for
@@ -17,11 +18,12 @@ what `give_away` and `take_back` declare.
 
 import contextlib
 import functools
+import multiprocessing.connection
 import os
 import queue
 import threading
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import torch
@@ -95,6 +97,16 @@ def host_waits() -> None:
     counts[here.phase, "synchronisations"] += 1
 
 
+class Event:
+    def record(self, stream: Stream) -> None:
+        self.clock = stream.record_event()
+
+    def synchronize(self) -> None:
+        with LOCK:
+            here.clock.learn(self.clock)
+            counts[here.phase, "synchronisations"] += 1
+
+
 def synchronize(device=None) -> None:
     with LOCK:
         for stream in Stream.all:
@@ -139,6 +151,66 @@ class SimpleQueue(queue.SimpleQueue):
         return item
 
 
+class Lock:
+    """Who takes it learns what the one knew who let go of it. Counts what the taker has asked of the device and does not know to be done."""
+
+    def __init__(self):
+        self.lock, self.clock = threading.Lock(), Clock()
+
+    def __enter__(self):
+        self.lock.acquire()
+        with LOCK:
+            here.clock.learn(self.clock)
+            stream, number = here.stream.last()
+            counts[here.phase, "under way at the lock"] += number - here.clock.get(stream, 0)
+
+    def __exit__(self, *_):
+        with LOCK:
+            self.clock.learn(here.clock)
+        self.lock.release()
+
+
+class Connection:
+    """An end of a pipe whose `other` end is in this process, too. Who receives learns what the sender knew. `sending` is called before each message."""
+
+    def __init__(self, connection, inbox: deque, outbox: deque):
+        self.connection, self.inbox, self.outbox = connection, inbox, outbox
+        self.sending = lambda message: None
+
+    def send(self, message) -> None:
+        self.sending(message)
+        self.outbox.append(Clock(here.clock))
+        self.connection.send(message)
+
+    def recv(self):
+        message = self.connection.recv()
+        here.clock.learn(self.inbox.popleft())
+        return message
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def close(self) -> None:
+        self.connection.close()
+
+    @property
+    def closed(self) -> bool:
+        return self.connection.closed
+
+    def duplicate(self):
+        """As another process has it, which closes its own."""
+        connection = multiprocessing.connection.Connection(os.dup(self.fileno()))
+        return Connection(connection, self.inbox, self.outbox)
+
+
+def pipe(duplex: bool = True) -> tuple[Connection, Connection]:
+    there, back = deque(), deque()
+    one, two = multiprocessing.Pipe(duplex)
+    one, two = Connection(one, back, there), Connection(two, there, back)
+    one.other, two.other = two, one
+    return one, two
+
+
 # --- memory
 
 
@@ -146,31 +218,36 @@ class Block:
     """Memory of a tensor and its views, made on a stream, which may reuse it as soon as Python lets go of it. Its parts are looked after separately:
     there is one, or after `divide` one for each slot of a rollout buffer."""
 
+    strides = None  # of time and slot, after `divide`
+
     def __init__(self):
         self.stream = here.stream
         self.wrote = [self.stream.last()]  # by part: the last kernel that wrote; of new memory, the last that may still use it
         self.read = [Clock()]  # and the ones that have read since
 
-    def divide(self, parts: int) -> None:
-        self.wrote, self.read = self.wrote * parts, [Clock(self.read[0]) for _ in range(parts)]
-
-    def use(self, kernel: tuple, name: str, write: bool, parts) -> None:
+    def use(self, kernel: tuple, name: str, write: bool, part: int) -> None:
         stream, number = kernel
-        for part in parts:
-            if not stream.clock.knows(self.wrote[part]):
-                report("race", f"{name} {'writes' if write else 'reads'} what another stream writes")
-            if write and not all(map(stream.clock.knows, self.read[part].items())):
-                report("race", f"{name} writes what another stream reads")
-            if write:
-                self.wrote[part], self.read[part] = kernel, Clock()
-            else:
-                self.read[part][stream] = number
+        if not stream.clock.knows(self.wrote[part]):
+            report("race", f"{name} {'writes' if write else 'reads'} what another stream writes")
+        if write and not all(map(stream.clock.knows, self.read[part].items())):
+            report("race", f"{name} writes what another stream reads")
+        if write:
+            self.wrote[part], self.read[part] = kernel, Clock()
+        else:
+            self.read[part][stream] = number
 
     def __del__(self):
         with LOCK:
             uses = [*self.wrote, *(use for clock in self.read for use in clock.items())]
             if not all(self.stream.clock.knows(use) or here.clock.knows(use) for use in uses):
                 report("freed", "memory is let go of that another stream may still use")
+
+
+def divide(field: torch.Tensor, axis: int = 1) -> None:
+    """A field of the rollouts [time, slot, ...], or with axis 0 [slot, ...], from now on looked after slot by slot."""
+    block, slots = field.block, field.shape[axis]
+    block.strides = field.stride()[:2] if axis else (field.numel(), field.stride(0))
+    block.wrote, block.read = block.wrote * slots, [Clock(block.read[0]) for _ in range(slots)]
 
 
 # ranges of host memory, (start, end); of the last, the last kernel that copies from there to the device
@@ -247,7 +324,7 @@ def dispatch(_, func, types, args=(), kwargs=None):
     waits = masks or name in ("_local_scalar_dense", "equal", "nonzero", "masked_select")  # the host needs the result
     with LOCK:
         out = func(*mapped(to_raw, args), **mapped(to_raw, kwargs))
-        result = book(name, None if to_host else out, inputs, written_blocks(func, args, kwargs), args, to_host or waits)
+        result = book(name, None if to_host else out, inputs, written_tensors(func, args, kwargs), args, to_host or waits)
         if to_host or copies and others:
             crossed(None if to_host else others[0], kwargs.get("non_blocking") or args[2:] == (True,))
         elif waits:
@@ -290,9 +367,9 @@ def to_raw(x):
     return x.raw if isinstance(x, CudaTensor) else torch.device("cpu") if isinstance(x, torch.device) else x
 
 
-def written_blocks(func, args: tuple, kwargs: dict) -> set[Block]:
+def written_tensors(func, args: tuple, kwargs: dict) -> list[CudaTensor]:
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in written_arguments(func)]
-    return {x.block for x in leaves(written) if isinstance(x, CudaTensor)}
+    return [x for x in leaves(written) if isinstance(x, CudaTensor)]
 
 
 @functools.cache
@@ -300,11 +377,11 @@ def written_arguments(func) -> list[tuple[int, str]]:
     return [(i, x.name) for i, x in enumerate(func._schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
 
 
-def book(name: str, out, inputs: list[CudaTensor], written: set[Block], args: tuple = (), always: bool = False):
+def book(name: str, out, inputs: list[CudaTensor], written: list[CudaTensor], args: tuple = (), always: bool = False):
     """Books an operation as a kernel, unless all that it does is to make views or room. Returns its raw results as tensors of the device."""
     same = {id(x.raw): x for x in inputs}
     blocks = {x.raw.untyped_storage()._cdata: x.block for x in inputs}
-    used, fresh = set(blocks.values()), []
+    fresh = []
 
     def wrap(x):
         if not isinstance(x, torch.Tensor) or id(x) in same:
@@ -319,18 +396,27 @@ def book(name: str, out, inputs: list[CudaTensor], written: set[Block], args: tu
     out = mapped(wrap, out)
     if written or fresh or always:
         kernel = here.stream.launch()
-        for block in used:
-            block.use(kernel, name, block in written, parts(block, name, args))
+        writes = {(x.block, part) for x in written for part in parts(x, name, args)}
+        reads = {(x.block, part) for x in inputs for part in parts(x, name, args)} - writes
+        for uses, write in ((reads, False), (writes, True)):
+            for block, part in uses:
+                block.use(kernel, name, write, part)
         for block in fresh:
-            block.use(kernel, name, True, [0])
+            block.use(kernel, name, True, 0)
     return out
 
 
-def parts(block: Block, name: str, args: tuple):
-    """The parts of a block that an operation uses: where there are several, the slots, which are its last index."""
-    if len(block.wrote) > 1 and name in ("index", "index_put_", "index_select") and args[0].block is block:
+def parts(x: CudaTensor, name: str, args: tuple):
+    """The parts of its block that an operation uses: where there are several, the slots, which are its last index, or those of a view."""
+    slots = len(x.block.wrote)
+    if slots == 1:
+        return [0]
+    if name in ("index", "index_put_", "index_select") and args[0] is x:
         return set((args[2] if name == "index_select" else args[1][-1]).raw.tolist())
-    return range(len(block.wrote))
+    row, column = x.block.strides
+    first = x.raw.storage_offset()
+    last = first + sum((n - 1) * stride for n, stride in zip(x.raw.shape, x.raw.stride()))
+    return range(first % row // column, last % row // column + 1) if first // row == last // row else range(slots)
 
 
 def crossed(source: torch.Tensor | None, non_blocking: bool) -> None:
@@ -348,7 +434,7 @@ def crossed(source: torch.Tensor | None, non_blocking: bool) -> None:
 
 
 class Rnn(torch.autograd.Function):
-    """nn.GRU or nn.LSTM: one kernel forward and one backward, as they are to cuDNN's callers."""
+    """nn.GRU, nn.LSTM or nn.GRUCell: one kernel forward and one backward, as they are to cuDNN's callers."""
 
     @staticmethod
     def forward(ctx, rnn, *inputs):
@@ -358,7 +444,7 @@ class Rnn(torch.autograd.Function):
             ctx.outs = rnn(*ctx.raws)
         ctx.save_for_backward(*inputs)
         with LOCK:
-            return book("rnn", tuple(x.detach() for x in ctx.outs), inputs, set())
+            return book("rnn", tuple(x.detach() for x in ctx.outs), inputs, [])
 
     @staticmethod
     def backward(ctx, *grads):
@@ -366,7 +452,7 @@ class Rnn(torch.autograd.Function):
         raws = iter(torch.autograd.grad(ctx.outs, wanted, [x.raw for x in grads]))
         raws = tuple(next(raws) if x.requires_grad else None for x in ctx.raws)
         with LOCK:
-            return None, *book("rnn_backward", raws, [*ctx.saved_tensors, *grads], set())
+            return None, *book("rnn_backward", raws, [*ctx.saved_tensors, *grads], [])
 
 
 def on_device(rnn, states: int):
@@ -384,16 +470,28 @@ def on_device(rnn, states: int):
     return call
 
 
+def cell_on_device(cell):
+    """torch.gru_cell, for tensors of the device too."""
+
+    def call(*inputs):
+        if not isinstance(inputs[0], CudaTensor):
+            return cell(*inputs)
+        return Rnn.apply(lambda *raws: (cell(*raws),), *inputs)[0]
+
+    return call
+
+
 # --- patches
 
 torch.inference_mode = torch.no_grad
 torch.cuda.is_available, torch.cuda.device_count, torch.cuda._lazy_init = lambda: True, lambda: 1, lambda: None
 torch.cuda.set_device = torch.cuda.check_error = lambda number: None
 torch.cuda.is_bf16_supported, torch.backends.cudnn.enabled = lambda **_: True, False
-torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream = Stream, use_stream, lambda device=None: here.stream
+torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream = Event, Stream, use_stream, lambda device=None: here.stream
 torch.cuda.synchronize, torch.cuda.mem_get_info = synchronize, lambda device=None: (2**40, 2**40)
 torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=host_register, cudaHostUnregister=host_unregister)
 torch._VF.gru, torch._VF.lstm = on_device(torch._VF.gru, 1), on_device(torch._VF.lstm, 2)
+torch._VF.gru_cell = cell_on_device(torch._VF.gru_cell)
 torch.utils._foreach_utils._foreach_supported_types.append(CudaTensor)  # as CUDA's own: one kernel for many parameters
 torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes new parameters: what an old one is cannot be changed
 torch.autograd.set_multithreading_enabled(False)  # backward runs in its caller's thread; this is for the main thread
@@ -403,6 +501,13 @@ def install(module) -> None:
     """Threads and queues, in a module of the project."""
     module.queue = SimpleNamespace(**vars(queue) | dict(SimpleQueue=SimpleQueue))
     module.threading = SimpleNamespace(**vars(threading) | dict(Thread=Thread))
+
+
+def install_short_core(module, process) -> None:
+    """The same, and the locks and pipes through which the files of the short core pass on what is done. `process` comes in the place of an actor's."""
+    install(module)
+    module.threading.Lock = Lock
+    module.mp = SimpleNamespace(Pipe=pipe, get_context=lambda method: SimpleNamespace(Process=process))
 
 
 def count(cls, name: str) -> None:

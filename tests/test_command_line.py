@@ -1,20 +1,17 @@
 """The scripts as a user runs them: train, resume; bad input; flags and what becomes of them; the files agree with each other."""
 
 import ast
-import contextlib
-import errno
-import gc
 import importlib
 import io
 import json
 import os
-import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tokenize
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +23,24 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import appo_atari
 import appo_doom
+import appo_gym
 
-SMALL = ("--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32",
-         "--device", "cpu", "--precision", "float32")  # fmt: skip
+SMALL = ("--num-workers", "2", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32", "--device", "cpu")
+NEW = ["appo_gym", "appo_doom", "appo_doom_multigpu"]  # the others have the first core
 METRICS = (ROOT / "benchmark" / "METRICS.md").read_text()
 TAGS = set(re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", METRICS, re.M))
+FIRST_CORE = {"charts/episodic_return_trained", "losses/old_approx_kl", "losses/value"}  # tags of its files alone
+OPERATIONS = {"charts/FPS", "lag/masked"}  # tags that the base has not
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """Runs in this process set handlers of signals, and extend the path."""
+    before, path = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, [*sys.path]
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    sys.path[:] = path
 
 
 def scalars(folder: Path) -> dict[str, list]:
@@ -42,109 +52,136 @@ def scalars(folder: Path) -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name, game, other, learning_rate",
-    [("appo_doom", "basic", "battle", "0.0004"), ("appo_atari", "Breakout-v5", "Pong-v5", "0.00025")],
-)
-def test_train_and_resume(run, main, tmp_path, name, game, other, learning_rate):
+def train_and_resume(run, main, folder: Path, name: str, game: str, *flags: str) -> tuple:
+    """A run, and the same one resumed with another learning rate. Returns the edited file, its module, what both runs printed, the scalars of
+    the first, and the checkpoints of both."""
     often = replacing("Reporter.SECONDS = 0.05")  # fast machines need not be busy for a second
-    script = edited(tmp_path, f"{name}_edited", often, source=ROOT / f"{name}.py")
-    r = run(*SMALL, "--experiment", "e", "--env-id", game, "--total-timesteps", "1500", script=script)
-    assert r.wait(90) == 0
-    for expected in (
-        "parameters on cpu",
-        "encoder in float32",
-        "64 samples an iteration, 64 (8 rollouts of 8 steps) an optimiser step",
-        "expected lag up to",
-        "MiB of shared memory",
-        "frames",
-    ):
-        assert expected in r.text()
-    cfg = json.loads((tmp_path / "e" / "cfg.json").read_text())
-    assert (
-        cfg["args"]["batch_size"] == 64
-        and cfg["resolved"]["precision"] == "float32"
-        and cfg["packages"]["torch"] == torch.__version__
-        and "vizdoom" in cfg["packages"]
-    )
-    found = scalars(tmp_path / "e")
-    assert set(found) == TAGS, "the tags are those of the table"
+    script = edited(folder, f"{name}_edited", often, source=ROOT / f"{name}.py")
+    r = run(*SMALL, *flags, "--experiment", "e", "--env-id", game, "--total-timesteps", "1500", script=script)
+    assert r.wait(90) == 0, r.text()
+
+    def checkpoint() -> dict:
+        return torch.load(max((folder / "e").rglob("latest.pth" if name == "appo_gym" else "checkpoint_*")), weights_only=True)
+
+    found, before = scalars(folder / "e"), checkpoint()
     for tag, events in found.items():
         assert all(abs(event.value) < 1e9 for event in events), tag
     lags = [event.value for event in found["lag/max"]]
     assert np.median(lags) <= 8, "lag within its bound, but for an actor that the machine has held up"
-    for fps, sps in zip(found["charts/FPS"], found["charts/SPS"], strict=True):
-        assert fps.value == pytest.approx(4 * sps.value, rel=1e-3)
-    if name == "appo_doom":  # which divides the rewards of `basic` by 100
-        for trained, raw in zip(found["charts/episodic_return_trained"], found["charts/episodic_return"], strict=True):
-            assert trained.value == pytest.approx(0.01 * raw.value, rel=1e-3)
-    assert "frames/s" in (tmp_path / "e" / "log.txt").read_text()
-    first = sorted((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))[-1]
-    before = torch.load(first, weights_only=True)
-    assert found["charts/SPS"][-1].step <= before["global_step"]
+    assert 1500 <= before["global_step"] < 2000 and found["charts/SPS"][-1].step <= before["global_step"]
+    for fps, sps in zip(found.get("charts/FPS", found["charts/SPS"]), found["charts/SPS"], strict=True):
+        assert fps.value == pytest.approx((1 if name == "appo_gym" else 4) * sps.value, rel=1e-3)
 
-    appo, flags = load(script), ("--train-dir", tmp_path, "--experiment", "e")
-    code, text = main(appo, *flags, "--total-timesteps", 2000, "--learning-rate", 0.0002)
-    assert code == 0 and f"resuming {tmp_path / 'e'} at step {before['global_step']:,}" in text
-    assert f"override: learning_rate {learning_rate} -> 0.0002" in text
-    assert "2 workers x 4 environments" in text, "what was typed the first time still holds"
-    after = torch.load(sorted((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))[-1], weights_only=True)
+    appo = load(script)
+    code, text = main(appo, "--train-dir", folder, "--experiment", "e", "--total-timesteps", 2000, "--learning-rate", 0.0002)
+    assert code == 0 and f"resuming {folder / 'e'} at step {before['global_step']:,}" in text
+    after = checkpoint()
     assert after["global_step"] > before["global_step"] and after["version"] > before["version"]
     assert after["optimizer"]["param_groups"][0]["lr"] == 0.0002
-    assert len(after["episodes"]) >= len(before["episodes"]) > 0, "means go on where they were"
+    return script, appo, (r.text(), text), found, (before, after)
 
-    code, text = main(importlib.import_module(name), *flags, "--env-id", other)
-    assert code == 2 and f"override: file {name}_edited.py -> {name}.py" in text
-    assert re.search(rf"error: .*e holds another environment, of {name}_edited.py: env_id {game} -> {other}; rename --experiment", text)
+
+@pytest.mark.parametrize("name, game, flags", [("appo_gym", "CartPole-v1", ("--num-envs", "8")),
+                                               ("appo_doom", "basic", ("--num-envs-per-worker", "4", "--precision", "float32"))])  # fmt: skip
+def test_train_and_resume(run, main, tmp_path, name, game, flags):
+    folder = tmp_path / "e"
+    script, appo, texts, found, checkpoints = train_and_resume(run, main, tmp_path, name, game, *flags)
+    for text, step in zip(texts, (content["global_step"] for content in checkpoints)):
+        assert f"{game}: 2 workers, 8 environments; files in {folder}\n" in text, "what was typed the first time still holds"
+        assert re.search(rf"^done: {step:,} steps, .*; to see it play: python evaluate.py {folder}$", text, re.M)
+    cfg = json.loads((folder / "cfg.json").read_text())
+    assert cfg["file"] == str(script) and (cfg["args"]["batch_size"], cfg["args"]["learning_rate"]) == (64, 0.0002)
+    assert set(found) == TAGS - FIRST_CORE - (OPERATIONS if name == "appo_gym" else set()), "the tags are those of the table"
+    files = {path.name for path in folder.iterdir() if "events" not in path.name}
+    if name == "appo_gym":
+        assert files == {"cfg.json", "latest.pth"} and "override" not in "".join(texts)
+    else:
+        assert files == {"cfg.json", "checkpoints", "log.txt"} and "override: learning_rate 0.0004 -> 0.0002\n" in texts[1]
+        assert "frames/s" in (folder / "log.txt").read_text()
+    code, text = main(appo, "--train-dir", tmp_path, "--experiment", "e", "--total-timesteps", 100)
+    assert code == 0 and text.endswith("\nit is finished: raise --total-timesteps\n") and "workers" not in text
+
+
+def test_train_and_resume_with_the_first_core(run, main, tmp_path):
+    flags = ("--num-envs-per-worker", "4", "--precision", "float32")
+    script, appo, texts, found, (before, after) = train_and_resume(run, main, tmp_path, "appo_atari", "Breakout-v5", *flags)
+    for expected in ("encoder in float32", "64 samples an iteration, 64 (8 rollouts of 8 steps) an optimiser step", "expected lag up to"):
+        assert expected in texts[0]
+    cfg = json.loads((tmp_path / "e" / "cfg.json").read_text())
+    assert cfg["args"]["batch_size"] == 64 and cfg["resolved"]["precision"] == "float32" and cfg["packages"]["torch"] == torch.__version__
+    assert set(found) == TAGS, "the tags are those of the table"
+    assert "override: learning_rate 0.00025 -> 0.0002" in texts[1] and "2 workers x 4 environments" in texts[1]
+    assert len(after["episodes"]) >= len(before["episodes"]) > 0, "means go on where they were"
+    flags = ("--train-dir", tmp_path, "--experiment", "e")
+    code, text = main(appo_atari, *flags, "--env-id", "Pong-v5")
+    assert code == 2 and "override: file appo_atari_edited.py -> appo_atari.py" in text
+    assert re.search("error: .*e holds another environment, of appo_atari_edited.py: env_id Breakout-v5 -> Pong-v5; rename --experiment", text)
     code, text = main(appo, *flags, "--total-timesteps", 100)
     assert code == 0 and "steps already; raise --total-timesteps" in text and "workers x" not in text
 
 
 @pytest.mark.parametrize("name, game", [("appo_gym", "Acrobot-v1"), ("appo_doom", "battle"), ("appo_atari", "Breakout-v5"),
                                         ("appo_atari_replay", "Breakout-v5"), ("appo_mujoco", "Ant-v5")])  # fmt: skip
-def test_same_seed_same_weights(name, game, tmp_path):
+def test_same_seed_same_weights(name, game, main, tmp_path):
     """--num-workers 0 on a CPU: two runs are the same, whatever random numbers were drawn before."""
     appo, ends = importlib.import_module(name), []
+    flags = ["--env-id", game, "--num-envs" if name == "appo_gym" else "--num-envs-per-worker", 4, "--num-workers", 0, "--rollout", 16,
+             "--hidden-size", 64, "--seed", 7, "--device", "cpu", "--total-timesteps", 450]  # fmt: skip
     for i in range(2):
-        gc.collect()  # the log of a run before it in this process
-        random.seed(i), np.random.seed(i), torch.manual_seed(i)
-        args = appo.Args(env_id=game, num_workers=0, num_envs_per_worker=4, hidden_size=64, seed=7, device="cpu", rollout=16,
-                         total_timesteps=450, learner_threads=1, inference_threads=1)  # fmt: skip
-        assert appo.train(args, tmp_path / str(i)) == 0
-        ends.append(torch.load(max((tmp_path / str(i) / "checkpoints").glob("checkpoint_*")), weights_only=True))
+        torch.manual_seed(i), np.random.seed(i)
+        more = ["--batch-size", 64] if name in NEW else ["--learner-threads", 1, "--inference-threads", 1]
+        code, text = main(appo, "--train-dir", tmp_path, "--experiment", i, *flags, *more)
+        assert code == 0, text
+        ends.append(torch.load(max((tmp_path / str(i)).rglob("latest.pth" if name == "appo_gym" else "checkpoint_*")), weights_only=True))
     a, b = ends
     assert a["version"] == b["version"] >= 6 and a["global_step"] == b["global_step"]
     assert all(torch.equal(a["agent"][key], b["agent"][key]) for key in a["agent"])
 
 
 BAD = {
-    "--env-id battel": r"unknown --env-id battel; did you mean battle",
-    "--num-envs-per-worker 5 --worker-num-splits 2": r"--num-envs-per-worker 5 is not divisible by --worker-num-splits 2",
-    "--batch-size 1000": r"--batch-size 1000 is not a multiple of --rollout 32",
-    "--device cuda:7": r"--device cuda:7: .*CUDA",
-    "--device gpu": r"--device gpu: Expected one of cpu, cuda",
-    "--gamma 1.5": r"--gamma 1.5 is out of range",
-    "--rollout 0": r"--rollout 0 is out of range",
-    "--learning-rate -1": r"--learning-rate -1.0 is out of range",
-    "--cfg-path nowhere.cfg": r"--cfg-path nowhere.cfg",
-    "--sync --num-workers 2 --batch-size 1056": r"--sync .*needs one rollout of every row: 1 batches of 1056 samples are not 32 rows x 32 steps",
-    "--sync --num-workers 2 --num-batches-per-epoch 5": r"--sync .*: 5 batches of 192 samples .*if --num-batches-per-epoch divides the rows",
-    "--num-workers 0 --num-batches-per-epoch 17": r"--sync \(which --num-workers 0 implies\) .*: 17 batches of 32 samples are not 16 rows x 32 steps",
-    "--batch-size 100000000": r"[\d,]+ slots of rollouts need [\d,]+ MiB of [\d,]+ that are free",
-    "--num-envs-per-worker 10000000": r"/dev/shm has [\d,]+ MiB free, [\d,]+ MiB are needed",
-    "--vtrace-rho 100": r"--vtrace-rho 100.0 is out of range: 0 to 20",
-    "--actor-timeout inf": r"--actor-timeout inf is out of range: 0 to 1000000",
-}
+    "appo_gym --env-id CartPole-v77": "--env-id CartPole-v77: Environment version `v77`.* doesn't exist.*the module that registers it is named",
+    "appo_gym --env-id nowhere:Env-v0": "--env-id nowhere:Env-v0: No module named 'nowhere'",
+    "appo_gym --env-id Pendulum-v1": r"unsupported spaces, Dict\(.*for a Box of actions: appo_mujoco.py",
+    "appo_gym --num-envs 5 --num-workers 2": "--num-envs 5 cannot be shared out evenly among --num-workers 2",
+    "appo_doom --env-id battel": "unknown --env-id battel; there are basic, .*, battle, ",
+    "appo_doom --num-envs-per-worker 5 --worker-num-splits 2": "--num-envs-per-worker 5 is not divisible by --worker-num-splits 2",
+    "appo_doom --cfg-path nowhere.cfg": "--cfg-path nowhere.cfg: ",
+    "appo_doom --num-envs-per-worker 10000000": r"/dev/shm has [\d,]+ MiB free, [\d,]+ are needed: use fewer environments",
+} | {f"{name} {flag}": sentence for name in NEW for flag, sentence in {
+    "--device cuda:7": "--device cuda:7: .*CUDA",
+    "--device gpu": "--device gpu: Expected one of cpu, cuda",
+    "--learning-rate nan": "--learning-rate nan is out of range: at least 0",
+}.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", BAD)
-def test_bad_input_gets_one_line(flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--device", "cpu", "--total-timesteps", "1", *flags.split()])
-    assert appo_doom.main() == 2
+def refused(call, capsys) -> str:
+    """The one sentence that `main` says on stderr, with code 2."""
+    capsys.readouterr()
+    assert call() == 2
     error = capsys.readouterr().err
-    assert re.match(f"error: {BAD[flags]}", error) and error.count("\n") == 1
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error.removeprefix("error: ")
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_gets_one_line(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name, *flags = command.split()
+    device = [] if "--device" in flags else ["--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--total-timesteps", "1", *device, *flags])
+    assert re.match(BAD[command], refused(importlib.import_module(name).main, capsys))
     assert not list(tmp_path.iterdir()), "nothing is left of it"
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_numbers_that_are_too_small(name, tmp_path, monkeypatch, capsys):
+    appo = importlib.import_module(name)
+    monkeypatch.chdir(tmp_path)
+    for field, least in appo.AT_LEAST.items():
+        flag = f"--{field.replace('_', '-')}"
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--device", "cpu", "--total-timesteps", "1", flag, str(least - 1)])
+        assert re.fullmatch(rf"{flag} {least - 1}(\.0)? is out of range: at least {least}\n", refused(appo.main, capsys))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../x", "e/../..", "/x", "e/../../elsewhere"])
@@ -152,7 +189,7 @@ def test_an_experiment_stays_below_the_train_dir(name, tmp_path, monkeypatch, ca
     """Wherever else it is, something of the user's may lie there."""
     experiment = tmp_path / "train_dir" / "e"
     (experiment / "checkpoints").mkdir(parents=True)
-    cfg = json.dumps({"args": asdict(appo_doom.Args())})
+    cfg = json.dumps(dict(file="appo_doom.py", args=asdict(appo_doom.Args())))
     for folder in (experiment, experiment.parent, tmp_path):
         (folder / "cfg.json").write_text(cfg)
 
@@ -163,8 +200,7 @@ def test_an_experiment_stays_below_the_train_dir(name, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     short = ["--num-workers", "0", "--num-envs-per-worker", "1", "--total-timesteps", "1", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--experiment", name, *short])
-    assert appo_doom.main() == 2
-    assert capsys.readouterr().err == f"error: --experiment {name} is not a folder below train_dir\n"
+    assert refused(appo_doom.main, capsys) == f"--experiment {name} is not a folder in train_dir\n"
     assert content() == before
 
 
@@ -182,50 +218,77 @@ def test_bad_input_of_atari(flags, expected, tmp_path, monkeypatch, capsys):
     assert error.startswith(f"error: {expected}") and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_an_experiment_of_another_file_is_named(tmp_path, monkeypatch, capsys):
-    (tmp_path / "train_dir" / "e").mkdir(parents=True)
-    cfg = dict(file="/home/me/appo_atari.py", args=asdict(appo_atari.Args()))
-    (tmp_path / "train_dir" / "e" / "cfg.json").write_text(json.dumps(cfg))
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """train_dir/e/cfg.json as a run of a file has left it; what `of` and `changes` say is not so. Returns what a resumed run says."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--experiment", "e", "--device", "cpu"])
-    assert appo_doom.main() == 2
-    printed = capsys.readouterr()
-    assert printed.out.startswith("override: file appo_atari.py -> appo_doom.py\n")
-    assert re.match("error: .*e holds another environment, of appo_atari.py: cfg_path none -> None; rename --experiment\n", printed.err)
+
+    def saved(appo, of: str | None = None, flags=(), **changes):
+        folder = tmp_path / "train_dir" / "e"
+        folder.mkdir(parents=True, exist_ok=True)
+        args = asdict(appo.Args(device="cpu", experiment="e", total_timesteps=1)) | changes
+        (folder / "cfg.json").write_text(json.dumps(dict(file=of or appo.__file__, args={k: v for k, v in args.items() if v != "none at all"})))
+        monkeypatch.setattr(sys, "argv", ["appo.py", "--experiment", "e", *flags])
+        return appo.main
+
+    return saved
 
 
-def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["appo_doom.py"])
-    monkeypatch.setattr(appo_doom.time, "time", lambda: 1234.5)
-    folders = set()
-    for process in (10, 11):
-        monkeypatch.setattr(os, "getpid", lambda: process)
-        folders.add(str(appo_doom.parse_args()[1]))
-    assert folders == {f"train_dir/basic__appo_doom__1__1234_{process}" for process in (10, 11)}
+@pytest.mark.parametrize("name", NEW)
+def test_a_run_of_another_file_or_version_is_refused(name, saved, tmp_path, capsys):
+    """At the name of the file; where it lies does not matter."""
+    appo, start = importlib.import_module(name), f"{tmp_path}/train_dir/e is of another file, or another version of this one: "
+    assert refused(saved(appo, of="/home/me/appo_other.py"), capsys) == f"{start}/home/me/appo_other.py; flags that differ: none\n"
+    sentence = refused(saved(appo, of=f"/home/me/{name}.py", my_own_flag=1, gamma="none at all"), capsys)
+    assert sentence == f"{start}/home/me/{name}.py; flags that differ: gamma, my_own_flag\n"
+    assert refused(saved(appo, of=f"/home/me/{name}.py", rollout=0), capsys).startswith("--rollout 0 is out of range"), "it is resumed"
 
 
-@dataclass
-class OwnArgs(appo_doom.Args):
-    my_number: int = 0
-    my_coefficient: float = -1.0
-    ent_coef: float = 0  # an int
+@pytest.mark.parametrize("name", ["appo_doom", "appo_doom_multigpu"])
+def test_another_network_or_environment_needs_another_folder(name, saved, tmp_path, capsys):
+    appo = importlib.import_module(name)
+    for flag, before, now in (("hidden-size", 512, 64), ("env-id", "basic", "battle"), ("rnn-type", "gru", "lstm")):
+        sentence = refused(saved(appo, flags=[f"--{flag}", str(now)]), capsys)
+        assert re.fullmatch(rf"{tmp_path}/train_dir/e was made with --{flag.replace('-', '.')} {before}, not {now}: .*\n", sentence)
 
 
-def test_ranges_belong_to_names():
-    """A flag of one's own may be anything, and an int may be the default of a float."""
-    args = appo_doom.resolve(OwnArgs(device="cpu", reward_scale=-1.0))
-    assert (args.my_number, args.my_coefficient, args.ent_coef, args.reward_scale) == (0, -1.0, 0, -1.0)
-    for low, names in appo_doom.AT_LEAST.items():
-        for name in names:
-            with pytest.raises(appo_doom.UserError, match=f"--{name.replace('_', '-')} {low - 1} is out of range: {low} to"):
-                appo_doom.resolve(OwnArgs(device="cpu", **{name: low - 1}))
-    for name, high in appo_doom.AT_MOST.items():
-        with pytest.raises(appo_doom.UserError, match=f"--{name.replace('_', '-')} {high + 1} is out of range: .* to {high}"):
-            appo_doom.resolve(OwnArgs(device="cpu", **{name: high + 1}))
+MODULE = """
+import gymnasium, pathlib
+pathlib.Path({marker!r}).write_text("imported")
+gymnasium.register("Own-v0", "gymnasium.envs.classic_control.cartpole:CartPoleEnv", max_episode_steps=9)
+"""
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(ROOT.glob("appo_*.py"))])
-def test_every_number_has_a_range(name):
+def test_a_runs_folder_names_no_code_to_be_run(saved, tmp_path, monkeypatch, capsys):
+    """Neither the file nor the environment's module is imported, unless this is typed."""
+    marker = tmp_path / "marker"
+    (tmp_path / "own_module.py").write_text(MODULE.format(marker=str(marker)))
+    other = tmp_path / "elsewhere" / "appo_gym.py"
+    other.parent.mkdir()
+    other.write_text(MODULE.format(marker=str(marker)))
+    settings = dict(env_id="own_module:Own-v0", num_workers=0, num_envs=2, rollout=4)
+    for typed in ([], ["--env-id", "CartPole-v1"]):
+        sentence = refused(saved(appo_gym, of=str(other), flags=typed, **settings), capsys)
+        assert sentence == "type --env-id own_module:Own-v0 again: it imports a module\n"
+    assert not marker.exists() and "own_module" not in sys.modules
+    assert saved(appo_gym, of=str(other), flags=["--env-id", "own_module:Own-v0"], **settings)() == 0
+    assert marker.exists() and "done: " in capsys.readouterr().out
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, game in zip(NEW, ("CartPole-v1", "basic", "basic")):
+        appo, folders = importlib.import_module(name), set()
+        monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+        monkeypatch.setattr(appo.time, "time", lambda: 1234.5)
+        for process in (10, 11):
+            monkeypatch.setattr(os, "getpid", lambda: process)
+            folders.add(str(appo.parse_args()[1]))
+        assert folders == {f"{tmp_path}/train_dir/{game}__{name}__1__1234_{process}" for process in (10, 11)}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(ROOT.glob("appo_*.py")) if path.stem not in NEW])
+def test_every_number_has_a_range_in_files_of_the_first_core(name):
     """But for a factor of either sign."""
     appo = importlib.import_module(name)
     kinds = {field.name: str(field.type).split(", _ArgConfig")[0] for field in fields(appo.Args)}  # of Auto, what it stands for
@@ -243,37 +306,15 @@ def test_the_same_command_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["appo", "--experiment", "e", "--cfg-path", "own.cfg"])
     args, folder = appo_doom.parse_args()
     folder.mkdir(parents=True)
-    (folder / "cfg.json").write_text(json.dumps({"args": asdict(args)}))
-    assert appo_doom.parse_args()[0] == args
+    (folder / "cfg.json").write_text(json.dumps(dict(file=appo_doom.__file__, args=asdict(args))))
+    assert args.cfg_path == str(tmp_path / "own.cfg") and appo_doom.parse_args() == (args, folder)
 
 
-def test_a_running_experiment_is_not_overwritten(tmp_path, monkeypatch):
-    (tmp_path / "e").mkdir()
-    (tmp_path / "e" / "cfg.json").write_text("{}")
-    running = appo_doom.open_log(tmp_path / "e")
-    with pytest.raises(appo_doom.UserError, match="another run is using"):
-        appo_doom.train(appo_doom.Args(num_workers=0, num_envs_per_worker=1, total_timesteps=1, device="cpu"), tmp_path / "e")
-    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["e", "cfg.json", "log.txt"]
-    assert (tmp_path / "e" / "cfg.json").read_text() == "{}" and not (tmp_path / "e" / "log.txt").read_text()
-    running.close()
-    appo_doom.open_log(tmp_path / "e").close()
-
-
-def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):
-    def flock(file, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    file = appo_doom.open_log(tmp_path / "e")
-    file.write("goes on\n")
-    assert (tmp_path / "e" / "log.txt").read_text() == "goes on\n"
-    assert re.match(r"warning: .*e is on a file system without locks", capsys.readouterr().out)
-
-
-def test_mistyped_flag(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--num-worker", "2"])
+@pytest.mark.parametrize("name", NEW)
+def test_mistyped_flag(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--num-worker", "2"])
     with pytest.raises(SystemExit) as error:
-        appo_doom.main()
+        importlib.import_module(name).main()
     assert error.value.code == 2 and "--num-workers" in capsys.readouterr().err, "names the nearest"
 
 
@@ -299,7 +340,7 @@ def test_every_flag_is_read_and_explained(path, monkeypatch, capsys):
     helps, reads = flags_of(path), set()
     for attribute in ast.walk(ast.parse(path.read_text())):
         if isinstance(attribute, ast.Attribute) and isinstance(attribute.ctx, ast.Load):
-            if ast.unparse(attribute.value) in ("args", "self.args", "learner.args"):
+            if ast.unparse(attribute.value) in ("args", "self.args", "learner.args", "self.learner.args"):
                 reads.add(attribute.attr)
     assert [name for name in helps if name not in reads] == []
     assert {name: texts for name, texts in helps.items() if len(texts) != 1} == {}, "a comment or a docstring for each field"
@@ -308,23 +349,29 @@ def test_every_flag_is_read_and_explained(path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         importlib.import_module(path.stem).main()
     shown = capsys.readouterr().out
-    assert end.value.code == 0 and "(default: None)" not in shown
+    assert end.value.code == 0 and ("(default: None)" not in shown or path.stem in NEW)
     options = [" ".join(text.replace("│", " ").split()) for text in re.split(r"\n[│ ]+--(?=\w)", shown)]
     for name, (text,) in helps.items():
         (option,) = [option for option in options if re.match(rf"{name.replace('_', '-')}[ ,]", option)]
         assert " ".join(text.split()) in option, f"--help shows the text of {name} beside it"
+        if "(default: None)" in option:
+            assert re.search("None|Default:|instead", text), f"the text of {name} says what comes without it"
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
 def test_sections_stand_in_order(path):
     banners = re.findall(r"^# === (.*) =+$", path.read_text(), re.M)
     assert {len(line) for line in re.findall(r"^# ===.*", path.read_text(), re.M)} == {120}
-    more = ["Population"] if path.stem == "appo_pbt_doom" else []
     ranks = ["Ranks"] if path.stem == "appo_doom_multigpu" else []
-    assert banners == ["Args", "Environment", "Mailbox and rollouts", "Agent", "V-trace and the loss", "Actor", "Inference", "Learner", *ranks,
-                       "Actors and signals", "Checkpoints", *more, "Main"]  # fmt: skip
+    more = ["Population"] if path.stem == "appo_pbt_doom" else []
+    if path.stem in NEW:
+        order = ["Args", *ranks, "Environment", "Agent", "V-trace and the loss", "Mailbox and rollouts", "Actor", "Inference", "Learner", "Run"]
+    else:
+        order = ["Args", "Environment", "Mailbox and rollouts", "Agent", "V-trace and the loss", "Actor", "Inference", "Learner",
+                 "Actors and signals", "Checkpoints", *more, "Main"]  # fmt: skip
+    assert banners == order
     first, later = re.split("^# A first reading ends here.*", path.read_text(), flags=re.M)
-    assert "# === Learner" in first and "# === Actors" in later
+    assert "# === Learner" in first and re.match(r"\s*# === (Run|Actors and signals) =", later)
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
@@ -365,51 +412,37 @@ def cgroup(monkeypatch):
     return files
 
 
-@pytest.mark.parametrize("files, workers, pinned", [
-    ({}, 8, True),
-    ({"cpu.max": "max 100000\n"}, 8, True),
-    ({"cpu.max": "350000 100000\n"}, 3, False),
-    ({"cpu.max": "50000 100000\n"}, 1, False),
-    ({"cpu.max": "800000 100000\n"}, 8, True),
-])  # fmt: skip
-def test_a_containers_quota_means_fewer_workers_and_no_pinning(cgroup, files, workers, pinned):
-    """Beside a quota other containers see, and pin to, the same cores."""
-    cgroup.update(files)
-    args = appo_doom.resolve(appo_doom.Args(device="cpu", precision="float32"))
-    assert (args.num_workers, args.set_workers_cpu_affinity) == (workers, pinned)
-    assert args.learner_threads + args.inference_threads <= max(2, workers)
+QUOTAS = {"": 8, "max 100000\n": 8, "350000 100000\n": 3, "50000 100000\n": 1, "800000 100000\n": 8}
 
 
-def test_any_number_of_games_will_do_with_cuda(monkeypatch):
-    """Two splits are for an even number; and whatever a run was made with can be evaluated."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **more: None)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for games in range(1, 10):
-        args = appo_doom.resolve(appo_doom.Args(num_workers=3, num_envs_per_worker=games))
-        assert (args.device, args.precision, args.worker_num_splits) == ("cuda", "bfloat16", 1 if games % 2 else 2)
-        debug = appo_doom.resolve(appo_doom.Args(num_workers=0, num_envs_per_worker=games, worker_num_splits=2))
-        assert (debug.worker_num_splits, debug.sync, debug.batch_size) == (1, True, games * 32)
+@pytest.mark.parametrize("quota", QUOTAS)
+@pytest.mark.parametrize("name", ["appo_doom", "appo_atari"])
+def test_a_containers_quota_means_fewer_workers(name, cgroup, quota):
+    if quota:
+        cgroup["cpu.max"] = quota
+    appo = importlib.import_module(name)
+    args = appo.Args(device="cpu", precision="float32")
+    if name not in NEW:
+        args = appo.resolve(args)
+        assert args.learner_threads + args.inference_threads <= max(2, args.num_workers)
+        assert args.set_workers_cpu_affinity == (args.num_workers == 8), "beside a quota other containers see, and pin to, the same cores"
+    assert args.num_workers == QUOTAS[quota]
+
+
+def test_defaults_that_depend_on_other_flags(cgroup, monkeypatch):
+    """Eight cores: as many workers as share out the environments evenly. With CUDA two a core take turns; in Doom two splits."""
+    workers = [appo_gym.Args(device="cpu", num_envs=n).num_workers for n in (32, 9, 7, 1)]
+    assert workers == [8, 3, 7, 1]
+    assert [appo_gym.Args(device="cuda:1", num_envs=n).num_workers for n in (32, 9)] == [16, 9]
+    for capable, precision in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capable)
+        args = appo_doom.Args(device="cuda")
+        assert (args.num_workers, args.precision, args.worker_num_splits, args.sync) == (8, precision, 2, False)
+    args = appo_doom.Args(device="cpu", precision="float32")
+    assert (args.batch_size, args.precision, args.worker_num_splits, args.sync) == (1024, "float32", 1, False)
+    assert appo_doom.Args(device="cpu", num_workers=0).sync
 
 
 def test_defaults_of_the_other_games():
     sizes = [appo_atari.resolve(appo_atari.Args(device="cpu", num_workers=n)).batch_size for n in (1, 2, 20)]
     assert sizes == [256, 256, 2048]
-
-
-def test_defaults_are_resolved_without_surprise():
-    args = appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=2))
-    assert (args.batch_size, args.worker_num_splits, args.sync) == (1024, 1, False)
-    assert appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=20)).batch_size == 4096
-    assert appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=72)).batch_size == 8192
-    sizes = [appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=20, num_batches_per_epoch=n)).batch_size for n in (2, 4, 8)]
-    assert sizes == [2048, 1024, 1024], "an iteration is as large as with one batch, down to the smallest batch"
-    assert appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=2, num_batches_per_epoch=4, sync=True)).batch_size == 256
-    debug = appo_doom.resolve(appo_doom.Args(device="cpu", num_workers=0, num_envs_per_worker=4))
-    assert debug.sync and debug.batch_size == 4 * 32
-    assert not [
-        field.name
-        for field in fields(args)
-        if field.name in ("num_workers", "batch_size", "worker_num_splits") and getattr(args, field.name) is None
-    ]

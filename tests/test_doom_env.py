@@ -23,15 +23,14 @@ HEADS = dict(basic=(4,), my_way_home=(3, 3), deadly_corridor=(3, 3, 3, 2), defen
 
 @pytest.mark.parametrize("env_id", SCENARIOS)
 def test_every_environment_plays(env_id):
-    env = DoomEnv(env_id, 4)
-    heads = env.action_space.nvec if isinstance(env.action_space, gym.spaces.MultiDiscrete) else [env.action_space.n]
-    assert tuple(heads) == HEADS[env_id]
+    env = DoomEnv(Args(env_id=env_id))
+    assert tuple(env.action_space.nvec) == HEADS[env_id]
     env.action_space.seed(0)
     observation, _ = env.reset(seed=1)
     images = []
     for _ in range(30):
         assert env.observation_space.contains(observation)
-        images.append(observation["obs"] if isinstance(observation, dict) else observation)
+        images.append(observation["obs"])
         observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
         assert np.isfinite(reward) and np.isfinite(info["raw_reward"])
         if terminated or truncated:
@@ -42,7 +41,7 @@ def test_every_environment_plays(env_id):
 
 
 def test_heads_press_the_right_buttons():
-    env = DoomEnv("battle", 4)
+    env = DoomEnv(Args(env_id="battle"))
     pressed = []
 
     class Game:
@@ -63,8 +62,8 @@ def test_heads_press_the_right_buttons():
 
 
 def test_the_image_is_the_nearest_neighbour_of_the_screen():
-    env = DoomEnv("basic", 4)
-    image, _ = env.reset(seed=0)
+    env = DoomEnv(Args(env_id="basic"))
+    image = env.reset(seed=0)[0]["obs"]
     screen = env.render()
     rows, columns = np.arange(72) * 120 // 72, np.arange(128) * 160 // 128
     np.testing.assert_array_equal(image, screen[rows][:, columns])
@@ -72,33 +71,33 @@ def test_the_image_is_the_nearest_neighbour_of_the_screen():
 
 
 def test_time_limit_truncates_with_the_true_last_observation():
-    env = DoomEnv("basic", 4)
+    env = DoomEnv(Args(env_id="basic"))
     env.reset(seed=3)
     for step in range(1, 1000):
-        image, reward, terminated, truncated, info = env.step(0)
+        observation, reward, terminated, truncated, info = env.step(np.array([0]))
         assert reward == pytest.approx(0.01 * info["raw_reward"])
         if terminated or truncated:
             break
     assert (step, terminated, truncated) == (75, False, True), "300 tics"
-    assert info["raw_reward"] == -4 and image.std() > 1
+    assert info["raw_reward"] == -4 and observation["obs"].std() > 1
     second, _ = env.reset()
-    assert second.std() > 1
+    assert second["obs"].std() > 1
     env.close()
 
 
 def test_death_terminates_with_a_black_observation():
-    env = DoomEnv("defend_the_center", 4)
+    env = DoomEnv(Args(env_id="defend_the_center"))
     env.reset(seed=3)
     terminated = truncated = False
     while not (terminated or truncated):
-        image, _, terminated, truncated, info = env.step(np.array([0, 0]))
+        observation, _, terminated, truncated, info = env.step(np.array([0, 0]))
     env.close()
-    assert terminated and not truncated and not image.any() and info["raw_reward"] == -1, "the death penalty"
+    assert terminated and not truncated and not observation["obs"].any() and info["raw_reward"] == -1, "the death penalty"
 
 
 def test_same_seed_same_game():
     def play():
-        env = DoomEnv("battle", 4)
+        env = DoomEnv(Args(env_id="battle"))
         rng = np.random.default_rng(0)
         images = [env.reset(seed=5)[0]["obs"]]
         for _ in range(40):
@@ -111,7 +110,7 @@ def test_same_seed_same_game():
 
 
 def test_measurements_and_shaping():
-    env = DoomEnv("battle", 4)
+    env = DoomEnv(Args(env_id="battle"))
     env.reset(seed=0)
     observation, *_ = env.step(np.array([0, 0, 0, 0, 5]))  # the weapon is drawn on the first tic
     m = observation["vector"]
@@ -128,14 +127,14 @@ def test_measurements_and_shaping():
     assert env.bonus(state(4, 9, 70, 0), state(4, 9, 70, 0)) == 0, "the fourth step"
     assert env.bonus(state(4, 9, 70, 0), state(4, 9, 70, 0)) == pytest.approx(5 * held), "of the weapon held, not always of the best"
     env.close()
-    gathering = DoomEnv("health_gathering", 4)
+    gathering = DoomEnv(Args(env_id="health_gathering"))
     assert gathering.bonus(state(0, 0, 50, 0), state(0, 0, 60, 0)) == 1 and gathering.bonus(state(0, 0, 50, 0), state(0, 0, 40, 0)) == 0
     gathering.close()
 
 
 def test_kills_are_counted_in_battle():
     """Random play kills something within a few episodes: the raw reward says so, and so does the measurement."""
-    env = DoomEnv("battle", 4)
+    env = DoomEnv(Args(env_id="battle"))
     rng, kills, reported = np.random.default_rng(0), 0.0, 0.0
     for episode in range(8):
         env.reset(seed=episode)
@@ -157,22 +156,22 @@ def test_vector_environment_resets_on_the_next_step():
     assert envs.metadata["autoreset_mode"] == gym.vector.AutoresetMode.NEXT_STEP
     envs.reset(seed=0)
     for _ in range(75):
-        observation, reward, terminated, truncated, _ = envs.step(np.zeros(2, int))
-    assert truncated.all() and observation.std() > 1
-    observation, reward, terminated, truncated, info = envs.step(np.ones(2, int))
+        observation, reward, terminated, truncated, _ = envs.step(np.zeros((2, 1), int))
+    assert truncated.all() and observation["obs"].std() > 1
+    observation, reward, terminated, truncated, info = envs.step(np.ones((2, 1), int))
     assert not truncated.any() and not terminated.any() and not reward.any() and not np.any(info.get("raw_reward", 0))
     envs.close()
 
 
 class Noise(gym.Env):
-    """Random pictures, rewards and ends, which depend on the seed and on the actions."""
+    """Random pictures, numbers, rewards and ends, which depend on the seed and on the actions."""
 
-    observation_space = gym.spaces.Box(0, 255, (4, 5, 3), np.uint8)
+    observation_space = gym.spaces.Dict(obs=gym.spaces.Box(0, 255, (4, 5, 3), np.uint8), vector=gym.spaces.Box(-1, 1, (2,), np.float32))
     action_space = gym.spaces.MultiDiscrete([3, 2])
     closed = False
 
     def observation(self):
-        return self.np_random.integers(256, size=(4, 5, 3), dtype=np.uint8)
+        return dict(obs=self.np_random.integers(256, size=(4, 5, 3), dtype=np.uint8), vector=self.np_random.random(2, np.float32))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -182,30 +181,25 @@ class Noise(gym.Env):
         assert action.shape == (2,)
         self.np_random.random(action.sum())
         reward, terminated, truncated = self.np_random.normal(), *(self.np_random.random(2) < 0.1)
-        info = {"raw_reward": 10 * reward, "game_over": bool(terminated and self.np_random.random() < 0.5)}
-        return self.observation(), reward, terminated, truncated, info | {"kills": int(action[0])}
-
-    def render(self):
-        return self.observation()
+        info = {"raw_reward": 10 * reward, "kills": int(action[0]), "said": "nothing"}
+        return self.observation(), reward, terminated, truncated, info
 
     def close(self):
         self.closed = True
 
 
-class DictNoise(Noise):
-    observation_space = gym.spaces.Dict(obs=Noise.observation_space, vector=gym.spaces.Box(-1, 1, (2,), np.float32))
-
-    def observation(self):
-        return dict(obs=super().observation(), vector=self.np_random.random(2, np.float32))
+class Silent(Noise):
+    """Its rewards are raw ones."""
 
     def step(self, action):
         return *super().step(action)[:4], {}
 
 
-@pytest.mark.parametrize("Env", [Noise, DictNoise])
+@pytest.mark.parametrize("Env", [Noise, Silent])
 def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
     """`WorkerEnvs` and the mailbox against environments stepped by hand, which are reset on the step after an episode's end. With
     a metric of one's own, which not every environment has."""
+    monkeypatch.setattr(appo_doom, "OWN_SUMS", ("kills",))
     monkeypatch.setattr(appo_doom, "EPISODE", (*appo_doom.EPISODE, "kills"))
     made = []
 
@@ -214,19 +208,20 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(appo_doom, "make_envs", make)
-    args = Args(num_workers=2, num_envs_per_worker=6, worker_num_splits=2, reward_scale=2.0, reward_clip=3.0)
+    args = Args(num_workers=2, num_envs_per_worker=6, worker_num_splits=2)
     spaces = appo_doom.spaces_of(args)
     mailbox = appo_doom.Mailbox(spaces, 12)
-    m, rng = mailbox.arrays(), np.random.default_rng(0)
-    games, envs = appo_doom.WorkerEnvs(args, 1, m, 5), [Env() for _ in range(6)]
-    for split in range(2):
-        games.reset(split)
+    m, rng = mailbox.numpy(), np.random.default_rng(0)
+    splits = [appo_doom.WorkerEnvs(args, group, m, 5 + 3 * (group - 2)) for group in (2, 3)]  # of worker 1
+    envs = [Env() for _ in range(6)]
+    for split in splits:
+        split.reset()
     assert m.first.tolist() == [False] * 6 + [True] * 6 and not m.episode.any()
     seen = [env.reset(seed=5 + i)[0] for i, env in enumerate(envs)]
-    ended, totals, finished = [False] * 6, np.zeros((6, 4)), 0
+    ended, sums, finished = [False] * 6, np.zeros((6, 3)), 0
 
     def check(i, observation):
-        for name, part in (observation if isinstance(observation, dict) else dict(obs=observation)).items():
+        for name, part in observation.items():
             np.testing.assert_array_equal(m.obs[name][6 + i], part)
 
     for i in range(6):
@@ -234,58 +229,37 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
     for _ in range(200):
         m.action[:] = rng.integers((3, 2), size=(12, 2))
         for split in rng.permutation(2):
-            games.step(split)
+            splits[split].step()
         for i, env in enumerate(envs):
             row = 6 + i
             assert m.first[row] == ended[i]
             if ended[i]:
                 check(i, env.reset()[0])
-                assert (m.reward[row], m.terminated[row], m.episode[row].tolist()) == (0, False, [0, 0, 0, 0])
+                assert (m.reward[row], m.terminated[row], m.episode[row].tolist()) == (0, False, [0, 0, 0])
                 ended[i] = False
                 continue
             observation, reward, terminated, truncated, info = env.step(m.action[row])
             check(i, observation)
-            trained = np.clip(2 * reward, -3, 3)
-            assert m.reward[row] == pytest.approx(trained) and m.terminated[row] == terminated
-            totals[i] += info.get("raw_reward", reward), trained, 1, info.get("kills", 0)
+            assert m.reward[row] == pytest.approx(reward) and m.terminated[row] == terminated
+            sums[i] += info.get("raw_reward", reward), 1, info.get("kills", 0)
             ended[i] = terminated or truncated
-            over = info.get("game_over", ended[i])
-            np.testing.assert_allclose(m.episode[row], totals[i] * over, rtol=1e-4, atol=1e-4)
-            finished += over
-            totals[i] *= not over
+            np.testing.assert_allclose(m.episode[row], sums[i] * ended[i], rtol=1e-4, atol=1e-4)
+            finished += ended[i]
+            sums[i] *= not ended[i]
     assert finished > 50 and not m.obs["obs"][:6].any() and not m.first[:6].any(), "the other worker's rows are not touched"
-    games.close()
+    for split in splits:
+        split.envs.close()
     assert all(env.closed for envs in made[1:] for env in envs.envs)
 
 
-def games_of(Env, monkeypatch):
-    """A worker of two environments in one split, which have been reset."""
-
-    def make(args, num_envs):
-        return gym.vector.SyncVectorEnv([Env] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
-
-    monkeypatch.setattr(appo_doom, "make_envs", make)
-    mailbox = appo_doom.Mailbox(appo_doom.Spaces(dict(obs=Env.observation_space), (3, 2)), 2)
-    games = appo_doom.WorkerEnvs(Args(num_workers=1, num_envs_per_worker=2, worker_num_splits=1), 0, mailbox.arrays(), 5)
-    games.reset(0)
-    return games
-
-
-@pytest.mark.parametrize("scores", [(1, 0.75), (True, 0.75), (1, 2)])
-def test_a_raw_reward_that_gymnasium_would_round_is_refused(scores, monkeypatch):
-    """It gives those of all environments the type of the first one's."""
-    left = list(scores)
-
-    class Env(Noise):
-        def __init__(self):
-            self.score = left.pop(0) if left else 0.0
-
-        def step(self, action):
-            return *super().step(action)[:4], {"raw_reward": self.score}
-
-    games = games_of(Env, monkeypatch)
-    with pytest.raises(TypeError, match="raw_reward must be a float, not (int64|bool)"):
-        games.step(0)
+@pytest.mark.parametrize("scale, clip, expected", [(1.0, 10.0, 0.0), (-100.0, 3.0, 3.0), (-100.0, 10.0, 4.0)])
+def test_rewards_are_scaled_then_clipped(scale, clip, expected):
+    """On top of the scenario's own scale, 0.01. Walking costs 1 a tic: -4 a step."""
+    env = DoomEnv(Args(env_id="basic", reward_scale=scale, reward_clip=clip))
+    env.reset(seed=0)
+    _, reward, _, _, info = env.step(np.array([0]))
+    env.close()
+    assert info["raw_reward"] == -4 and reward == pytest.approx(expected or -0.04)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -298,17 +272,15 @@ def test_a_reward_that_is_not_finite_is_refused(number, monkeypatch):
             observation, _, *rest = super().step(action)
             return observation, rewards.pop(0), *rest
 
-    games = games_of(Env, monkeypatch)
+    make = lambda args, n: gym.vector.SyncVectorEnv([Env] * n, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)  # noqa: E731
+    monkeypatch.setattr(appo_doom, "make_envs", make)
+    args = Args(num_workers=1, num_envs_per_worker=2, worker_num_splits=1)
+    mailbox = appo_doom.Mailbox(appo_doom.spaces_of(args), 2)
+    envs = appo_doom.WorkerEnvs(args, 0, mailbox.numpy(), 5)
+    envs.reset()
     with pytest.raises(ValueError, match=rf"a reward is not finite: \[ *1\. +{number}\]"):
-        games.step(0)
-    assert not games.mailbox.reward.any()
-
-
-def test_missing_scenario_file_says_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(vizdoom, "scenarios_path", str(tmp_path))
-    monkeypatch.setattr(appo_doom.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install"):
-        DoomEnv("battle", 4)
+        envs.step()
+    assert not mailbox.reward.any()
 
 
 def test_own_scenario(tmp_path):
@@ -318,7 +290,7 @@ def test_own_scenario(tmp_path):
         "doom_scenario_path = basic.wad\ndoom_map = map01\nliving_reward = -1\nepisode_timeout = 80\n"
         "available_buttons = { MOVE_LEFT MOVE_RIGHT ATTACK TURN_LEFT_RIGHT_DELTA }\nmode = PLAYER\n"
     )
-    env = DoomEnv("basic", 4, str(cfg))
+    env = DoomEnv(Args(cfg_path=str(cfg)))
     assert tuple(env.action_space.nvec) == (4, 11)
     env.reset(seed=0)
     for step in range(1, 100):
@@ -328,57 +300,31 @@ def test_own_scenario(tmp_path):
     env.close()
     assert truncated and step == 20 and reward == -4
     with pytest.raises(UserError, match="nowhere.cfg"):
-        DoomEnv("basic", 4, str(tmp_path / "nowhere.cfg"))
+        DoomEnv(Args(cfg_path=str(tmp_path / "nowhere.cfg")))
 
 
 IMAGE = gym.spaces.Box(0, 255, (72, 128, 3), np.uint8)
-
-
 VECTOR = gym.spaces.Box(-1, 1, (4,), np.float32)
 
 
-@pytest.mark.parametrize("space, refused_by", [
-    (IMAGE, ""),
-    (gym.spaces.Dict(obs=IMAGE, vector=VECTOR), ""),
-    (gym.spaces.Dict(obs=IMAGE, b=VECTOR, more=gym.spaces.Box(-1, 1, (2,), np.float64), flags=gym.spaces.Box(0, 1, (3,), bool)), ""),
-    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Discrete(3)), "unsupported spaces"),
-    (gym.spaces.Box(0, 1, (72, 128, 3), np.float32), "this network sees"),
-    (gym.spaces.Box(0, 255, (72, 128), np.uint8), "this network sees"),
-    (VECTOR, ""),
-    (gym.spaces.Dict(image=IMAGE, vector=VECTOR), ""),
-    (gym.spaces.Dict(obs=IMAGE, second=gym.spaces.Box(0, 255, (36, 40, 1), np.uint8)), ""),
-    (gym.spaces.Dict(obs=IMAGE, vector=gym.spaces.Box(-1, 1, (5, 5), np.float32)), "this network sees .* not vector: Box"),
-    (gym.spaces.Box(0, 255, (4,), np.uint8), "this network sees"),
-    (gym.spaces.Box(0, 255, (72, 35, 3), np.uint8), "of at least 36 x 36"),
-    (gym.spaces.Box(0, 255, (3, 72, 128), np.uint8), r"\[height, width, channels\]"),
+@pytest.mark.parametrize("obs, action, mode, refused_by", [
+    (gym.spaces.Dict(obs=IMAGE), gym.spaces.MultiDiscrete([2]), "NEXT_STEP", ""),
+    (gym.spaces.Dict(a=VECTOR, map=IMAGE, b=VECTOR), gym.spaces.MultiDiscrete([2, 3]), "NEXT_STEP", ""),
+    (gym.spaces.Dict(obs=IMAGE), gym.spaces.MultiDiscrete([2]), "SAME_STEP", "AutoresetMode.NEXT_STEP, not"),
+    (IMAGE, gym.spaces.MultiDiscrete([2]), "NEXT_STEP", "unsupported spaces"),
+    (gym.spaces.Dict(obs=IMAGE), gym.spaces.Discrete(2), "NEXT_STEP", "unsupported spaces"),
 ])  # fmt: skip
-def test_unsupported_spaces_are_refused_by_name(space, refused_by, monkeypatch):
-    """By the pipeline, which needs arrays, or by the network. What they take goes through both, whatever it is called."""
-
+def test_unsupported_spaces_are_refused(obs, action, mode, refused_by, monkeypatch):
     class Env(gym.Env):
-        observation_space, action_space = space, gym.spaces.Discrete(2)
+        observation_space, action_space = obs, action
 
-    def made(mode=gym.vector.AutoresetMode.NEXT_STEP):
-        monkeypatch.setattr(appo_doom, "make_envs", lambda args, num_envs: gym.vector.SyncVectorEnv([Env] * num_envs, autoreset_mode=mode))
-        spaces = spaces_of(Args())
-        obs = appo_doom.room_for(spaces, 2, 3)
-        assert appo_doom.Agent(spaces, Args(hidden_size=16, rnn_type="none"))(obs, torch.zeros(2, 3, dtype=bool), torch.zeros(3, 0))
-        return spaces
-
+    mode = gym.vector.AutoresetMode[mode]
+    monkeypatch.setattr(appo_doom, "make_envs", lambda args, num_envs: gym.vector.SyncVectorEnv([Env] * num_envs, autoreset_mode=mode))
     if refused_by:
         with pytest.raises(UserError, match=refused_by):
-            made()
-        return
-    assert made() == appo_doom.Spaces(dict(space) if isinstance(space, gym.spaces.Dict) else dict(obs=space), (2,))
-    with pytest.raises(UserError, match="NEXT_STEP"):
-        made(gym.vector.AutoresetMode.SAME_STEP)
-    Env.action_space = gym.spaces.MultiDiscrete([5])
-    assert made().heads == (5,)
-    for action in (gym.spaces.Discrete(2, start=1), gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3], start=[0, 1]),
-                   gym.spaces.MultiDiscrete([[2, 3], [4, 5]])):  # fmt: skip
-        Env.action_space = action
-        with pytest.raises(UserError, match="unsupported spaces"):
-            made()
+            spaces_of(Args())
+    else:
+        assert spaces_of(Args()) == appo_doom.Spaces(dict(obs), tuple(action.nvec))
 
 
 def test_the_network_sees_all_images_and_vectors():
@@ -386,21 +332,27 @@ def test_the_network_sees_all_images_and_vectors():
     obs = dict(map=gym.spaces.Box(0, 255, (36, 40, 1), np.uint8), obs=IMAGE, a=VECTOR, b=gym.spaces.Box(-1, 1, (2,), np.float32))
     spaces, first = appo_doom.Spaces(obs, (3,)), torch.zeros(1, 1, dtype=torch.bool)
     agent = appo_doom.Agent(spaces, Args(hidden_size=16, rnn_type="none", precision="float32"))
-    blank = appo_doom.room_for(spaces, 1, 1)
+    blank = appo_doom.zeros_for(spaces, 1, 1)
     logits = agent(blank, first, torch.zeros(1, 0))[0]
     for name, x in blank.items():
         assert not torch.allclose(agent(blank | {name: x + 1}, first, torch.zeros(1, 0))[0], logits, rtol=1e-4), name
 
 
-class Still(gym.Env):
-    observation_space, action_space = IMAGE, gym.spaces.Discrete(2)
+CFGS = sorted(Path(vizdoom.scenarios_path).glob("*.cfg"))
 
 
-def test_environments_in_processes_of_their_own_are_refused(monkeypatch):
-    mode = gym.vector.AutoresetMode.NEXT_STEP
-    monkeypatch.setattr(appo_doom, "make_envs", lambda args, num_envs: gym.vector.AsyncVectorEnv([Still] * num_envs, autoreset_mode=mode))
-    with pytest.raises(UserError, match="make_envs must not return an AsyncVectorEnv: actors cannot start processes"):
-        spaces_of(Args())
+@pytest.mark.parametrize("cfg", [path for path in CFGS if path.stem not in ("cig", "multi", "multi_duel", "doom", "doom2")], ids=lambda path: path.stem)
+def test_every_scenario_of_the_package_by_its_cfg(cfg):
+    """But those for several players, which test_faults.py tries, and two whose games the package has not."""
+    env = DoomEnv(Args(cfg_path=str(cfg)))
+    env.action_space.seed(0)
+    env.reset(seed=0)
+    for _ in range(3):
+        observation, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+        assert env.observation_space.contains(observation) and np.isfinite(reward)
+        if terminated or truncated:
+            env.reset()
+    env.close()
 
 
 def test_what_an_engine_finds_when_it_starts(tmp_path, monkeypatch):
@@ -442,7 +394,7 @@ def test_the_shared_memory_of_a_started_engine_has_no_name():
     other = Path(f"/dev/shm/ViZDoomSM_test_{os.getpid()}")
     other.write_bytes(bytes(4096))
     try:
-        env = DoomEnv("basic", 4)
+        env = DoomEnv(Args(env_id="basic"))
         env.reset(seed=0)
         lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/ViZDoom" in line]
         assert lines and all(line.endswith("(deleted)") for line in lines) and other.exists()

@@ -18,7 +18,9 @@ import torch
 import vizdoom
 from edited import COUNTING, ROOT, load, with_envs
 from forked import python
+from test_command_line import MODULE
 
+import appo_gym
 import evaluate
 
 # Pictures whose colours say which episode and which step it is
@@ -28,9 +30,9 @@ DRAWN = f"""{COUNTING}
     def render(self):
         return np.full((60, 80, 3), (200, 60 * self.episode % 256, 20 * self.count), np.uint8)
 """
-# The likeliest action of the two checkpoints, and the raw reward of a step with it
+# The likeliest action of the two checkpoints; the raw reward of a step with it, which the base does not know of
 LATEST, BEST = (2, 3), (0, 1)
-REWARD = {action: 2 * (0.1 * action[0] + action[1]) for action in (LATEST, BEST)}
+RAW = {action: 2 * (0.1 * action[0] + action[1]) for action in (LATEST, BEST)}
 SHOWN = dict(SDL_VIDEODRIVER="dummy")  # a window that nobody sees
 
 
@@ -42,23 +44,39 @@ def length(me: int, episode: int) -> int:
 def untrained(folder: Path, script: Path) -> Path:
     """A run of `script` as training leaves it behind, at step 5, and 3 for the best. Returns its folder."""
     module = evaluate.load(script)
-    args = module.Args(device="cpu", precision="float32", hidden_size=16)
+    args = module.Args(device="cpu", hidden_size=16)
+    if hasattr(args, "precision"):
+        args.precision = "float32"
     torch.manual_seed(0)
     agent = module.Agent(module.spaces_of(args), args)
-    (folder / "checkpoints").mkdir(parents=True)
-    for name, step, likeliest in (("checkpoint_1", 5, LATEST), ("best", 3, BEST)):
-        torch.nn.init.zeros_(agent.actor.weight)
-        torch.nn.init.zeros_(agent.actor.bias)
-        for head, action in zip(agent.actor.bias.data.split(agent.heads), likeliest):
+    policy = agent.actor if hasattr(module, "load_agent") else agent.policy
+    places = {"latest.pth": (5, LATEST)}
+    if hasattr(args, "keep_checkpoints"):
+        places = {"checkpoints/checkpoint_1.pth": (5, LATEST), "checkpoints/best.pth": (3, BEST)}
+    for place, (step, likeliest) in places.items():
+        torch.nn.init.zeros_(policy.weight)
+        torch.nn.init.zeros_(policy.bias)
+        for head, action in zip(policy.bias.data.split(agent.heads), likeliest):
             head[action % len(head)] = 0.5
-        torch.save(dict(agent=agent.state_dict(), global_step=step), folder / "checkpoints" / f"{name}.pth")
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(dict(agent=agent.state_dict(), global_step=step), folder / place)
     (folder / "cfg.json").write_text(json.dumps(dict(args=asdict(args), file=str(script))))
     return folder
 
 
 @pytest.fixture
-def drawn(tmp_path):
+def drawn(tmp_path, monkeypatch):
+    """A run of a copy of appo_doom.py that lies where the user is."""
+    monkeypatch.chdir(tmp_path)
     return untrained(tmp_path / "e", with_envs(tmp_path, "appo_drawn", DRAWN))
+
+
+@pytest.fixture(params=["appo_gym", "appo_atari"])
+def drawn_of(request, tmp_path, monkeypatch):
+    """The same of the base, and of a file with the first core: the run, and how often its returns have the reward."""
+    monkeypatch.chdir(tmp_path)
+    script = with_envs(tmp_path, f"{request.param}_drawn", DRAWN, source=ROOT / f"{request.param}.py")
+    return untrained(tmp_path / "e", script), 0.5 if request.param == "appo_gym" else 1
 
 
 @pytest.fixture
@@ -68,30 +86,35 @@ def play(monkeypatch, capsys):
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
         monkeypatch.delenv(name, raising=False)
 
-    def start(*flags, **env) -> tuple[int, str]:
+    def start(*flags, by: Path | None = None, **env) -> tuple[int, str]:
+        """by: the file that is said to play, first of all; that is no part of what is returned. Default: any."""
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, flags)])
+        torch.manual_seed(0)  # as in a process of its own
+        capsys.readouterr()
         code = evaluate.main()
         text = "".join(capsys.readouterr())
         assert code == 0 or code == 2 and re.search(r"^error: .*\n\Z", text, re.M), text
-        return code, text
+        said = re.match(r"by (/.*)\n", text)
+        assert said or code == 2, "it says what it plays by"
+        assert by is None or said[1] == str(by)
+        return code, text[said.end() :] if said else text
 
     return start
 
 
 def test_a_run_of_a_renamed_copy(run, tmp_path):
-    """It is played by the file that trained it, with what that imports from its folder, from wherever the user is."""
+    """It is played by the file that trained it, with what that imports from its folder."""
     (tmp_path / "own_rewards.py").write_text("FACTOR = 1000.0\n")
     envs = "from own_rewards import FACTOR\n" + COUNTING.replace("2 * reward", "FACTOR + 0 * reward")
     script = with_envs(tmp_path, "my_research", envs)
     r = run("--experiment", "e", "--device", "cpu", "--num-workers", "1", "--num-envs-per-worker", "2", "--rollout", "8",
             "--batch-size", "16", "--hidden-size", "16", "--total-timesteps", "50", script=script)  # fmt: skip
     assert r.wait(60) == 0, r.text()
-    (tmp_path / "elsewhere").mkdir()
-    done = python(ROOT / "evaluate.py", tmp_path / "e", "--episodes", "16", "--seed", "1", folder=tmp_path / "elsewhere")
+    done = python(ROOT / "evaluate.py", "e", "--episodes", "16", "--seed", "1", folder=tmp_path)
     mean = 1000 * np.mean([length(me, 0) for me in range(1, 17)])
-    assert re.fullmatch(rf"16 episodes, sampled actions, step [\d,]+: return {mean:.2f} \+- .*\n", done.stdout), done
+    assert re.fullmatch(rf"by {script}\n16 episodes, sampled actions, step [\d,]+: return {mean:.2f} \+- .*\n", done.stdout), done
 
 
 # Nothing can be done in it but to walk, which costs 1 a tic; an episode has 80
@@ -106,9 +129,9 @@ mode = PLAYER
 
 def test_a_scenario_of_ones_own_is_trained_on_and_played(main, play, tmp_path, monkeypatch):
     """A relative --cfg-path, as typed where the scenario is; it is played from elsewhere."""
-    appo = load(Path(shutil.copy(ROOT / "appo_doom.py", tmp_path / "appo_scenario.py")))
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir(), elsewhere.mkdir()
+    appo = load(Path(shutil.copy(ROOT / "appo_doom.py", elsewhere / "appo_scenario.py")))
     shutil.copy(f"{vizdoom.scenarios_path}/basic.wad", here)
     (here / "own.cfg").write_text(WALK)
     monkeypatch.chdir(here)
@@ -120,38 +143,113 @@ def test_a_scenario_of_ones_own_is_trained_on_and_played(main, play, tmp_path, m
     assert code == 0 and re.search(r"2 episodes, sampled actions, step \d+: return -80.00 \+- 0.00 ", text), text
 
 
-def test_a_file_that_was_moved(play, tmp_path, monkeypatch):
+def test_which_file_plays(play, tmp_path, monkeypatch):
+    """That of the name in cfg.json, beside evaluate.py or where the user is, or the one that is typed. Not where cfg.json says."""
     script = with_envs(tmp_path, "appo_moved", COUNTING)
-    folder, here, elsewhere = untrained(tmp_path / "e", script), tmp_path / "here", tmp_path / "elsewhere"
-    here.mkdir(), elsewhere.mkdir()
-    script.rename(here / script.name)
-    code, text = play(folder)
-    answer = "is not there, which trained the run; say where it is now with --file PATH"
-    assert (code, text) == (2, f"error: {script} {answer}\n")
+    folder = untrained(tmp_path / "e", script)
+    beside, here, typed = (tmp_path / name for name in ("beside", "here", "typed"))
+    for place in (beside, here, typed):
+        place.mkdir()
+        shutil.copy(script, place)
+    monkeypatch.setattr(evaluate, "__file__", str(beside / "evaluate.py"))
     monkeypatch.chdir(here)
-    code, text = play(folder, "--episodes", 1)
-    assert code == 0 and text.startswith(f"{script} is gone; using {script.name}\n1 episodes, "), "where the user is"
-    monkeypatch.setattr(evaluate, "__file__", str(here / "evaluate.py"))
-    monkeypatch.chdir(elsewhere)
-    code, text = play(folder, "--episodes", 1)
-    assert code == 0 and text.startswith(f"{script} is gone; using {here / script.name}\n1 episodes, "), "beside evaluate.py"
-    (here / script.name).rename(elsewhere / "appo_renamed.py")
-    code, text = play(folder, "--episodes", 1, "--file", "appo_renamed.py")
-    assert code == 0 and text.startswith("1 episodes, ")
+    script.write_text("raise SystemExit('it was imported')")
+    for path, flags in ((typed, ("--file", "../typed/appo_moved.py")), (beside, ()), (here, ())):
+        code, text = play(folder, "--episodes", 1, *flags, by=path / script.name)
+        assert code == 0 and text.startswith("1 episodes, ")
+        (path / script.name).unlink()
+    answer = "is not there, which trained the run; say where it is with --file PATH"
+    assert play(folder) == (2, f"error: appo_moved.py {answer}\n")
     assert play(folder, "--file", "nowhere.py") == (2, f"error: nowhere.py {answer}\n")
-    cfg = json.loads((folder / "cfg.json").read_text())
-    del cfg["file"]
-    (folder / "cfg.json").write_text(json.dumps(cfg))
-    assert play(folder) == (2, f"error: {folder}/cfg.json does not say which file trained the run; say it with --file PATH\n")
+
+
+@pytest.fixture
+def own_env(tmp_path, monkeypatch):
+    """A run of appo_gym.py on an environment that a module registers. Its cfg.json names a file that would do harm. Returns the folder, and what
+    is there when the module, or this file, was imported."""
+    monkeypatch.chdir(tmp_path)
+    folder, marker, other = tmp_path / "e", tmp_path / "marker", tmp_path / "elsewhere" / "appo_gym.py"
+    (tmp_path / "own_module.py").write_text(MODULE.format(marker=str(marker)))
+    other.parent.mkdir()
+    other.write_text(MODULE.format(marker=str(marker)))
+    args = appo_gym.Args(device="cpu", env_id="CartPole-v1", num_envs=4)
+    agent = appo_gym.Agent(appo_gym.spaces_of(args), args)
+    folder.mkdir()
+    torch.save(dict(agent=agent.state_dict(), global_step=7), folder / "latest.pth")
+    args.env_id = "own_module:Own-v0"
+    (folder / "cfg.json").write_text(json.dumps(dict(args=asdict(args), file=str(other))))
+    yield folder, marker
+    sys.modules.pop("own_module", None)
+
+
+def test_a_runs_folder_names_no_code_to_be_run(play, own_env, tmp_path, monkeypatch):
+    folder, marker = own_env
+    monkeypatch.syspath_prepend(tmp_path)
+    sentence = "say --env-id own_module:Own-v0 (in load_agent env_id): it imports a module"
+    assert play(folder, "--episodes", 2, by=ROOT / "appo_gym.py") == (2, f"error: {sentence}\n")
+    with pytest.raises(evaluate.UserError) as error:
+        evaluate.load_agent(folder)
+    assert str(error.value) == sentence
+    assert not marker.exists() and "own_module" not in sys.modules
+    code, text = play(folder, "--episodes", 2, "--env-id", "own_module:Own-v0", by=ROOT / "appo_gym.py")
+    assert code == 0 and text.startswith("2 episodes, sampled actions, step 7: return 9.00 +- 0.00") and marker.exists()
+
+
+def test_an_environment_that_is_registered_where_the_user_is(own_env, tmp_path):
+    """As in training: a module in the working directory is found."""
+    done = python(ROOT / "evaluate.py", "e", "--episodes", "2", "--env-id", "own_module:Own-v0", folder=tmp_path)
+    assert "2 episodes, sampled actions, step 7: return 9.00 +- 0.00" in done.stdout, done.stdout
+
+
+def test_load_agent_makes_environments_of_this_process(own_env, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    module, agent, args, step = evaluate.load_agent(own_env[0], env_id="own_module:Own-v0", num_envs=3)
+    assert module.__file__ == str(ROOT / "appo_gym.py") and (args.num_envs, args.num_workers, args.device, step) == (3, 0, "cpu", 7)
+    assert isinstance(agent, module.Agent) and module.make_envs(args, args.num_envs).num_envs == 3
+
+
+def test_load_agent_of_both_cores(drawn_of):
+    folder, _ = drawn_of
+    module, agent, args, step = evaluate.load_agent(str(folder))
+    policy = agent.actor if hasattr(module, "load_agent") else agent.policy
+    assert step == 5 and [int(head.argmax()) for head in policy.bias.split(agent.heads)] == list(LATEST)
+
+
+def test_load_agent_of_a_kind_and_a_file(drawn, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    script = (tmp_path / "appo_drawn.py").rename(tmp_path / "elsewhere" / "appo_drawn.py")
+    module, agent, args, step = evaluate.load_agent(drawn, kind="best", file=script, num_envs_per_worker=2)
+    assert module.__file__ == str(script) and (step, args.num_envs_per_worker, args.worker_num_splits) == (3, 2, 1)
+    assert [int(head.argmax()) for head in agent.policy.bias.split(agent.heads)] == list(BEST)
 
 
 @pytest.mark.parametrize("flags, action, step", [(("--likeliest",), LATEST, 5), (("--likeliest", "--best"), BEST, 3)])
 def test_every_environment_plays_as_often(play, drawn, flags, action, step):
     """Those that end first are not all that counts; of 20 episodes in 16 environments the last ones are left out."""
-    returns = [REWARD[action] * length(me, episode) for me in range(1, 17) for episode in range(2)][:20]
+    returns = [RAW[action] * length(me, episode) for me in range(1, 17) for episode in range(2)][:20]
     expected = f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} (standard deviation), from "
     expected += f"{min(returns):.2f} to {max(returns):.2f}\n"
     assert play(drawn, "--episodes", 20, *flags) == (0, f"20 episodes, likeliest actions, step {step}: {expected}")
+
+
+def test_runs_of_other_files_are_played_and_drawn(play, drawn_of):
+    folder, factor = drawn_of
+    returns = [factor * RAW[LATEST] * length(me, episode) for me in range(1, 17) for episode in range(2)][:20]
+    code, text = play(folder, "--episodes", 20, "--likeliest", "--save-video")
+    expected = f"20 episodes, likeliest actions, step 5: return {np.mean(returns):.2f} +- {np.std(returns):.2f} (standard deviation), from "
+    assert code == 0 and expected in text and f"wrote {folder}/video.mp4 (" in text
+    frame = imageio.get_reader(folder / "video.mp4").get_data(0)
+    assert frame.shape == (240, 320, 3) and abs(frame[..., 0].mean() - 200) < 10
+
+
+def test_a_real_environment_is_drawn(play, main, tmp_path):
+    """Gymnasium's draw only what was made to be drawn."""
+    flags = ("--num-workers", 0, "--num-envs", 2, "--rollout", 4, "--device", "cpu", "--total-timesteps", 8)
+    code, text = main(appo_gym, "--train-dir", tmp_path, "--experiment", "e", *flags)
+    assert code == 0, text
+    code, text = play(tmp_path / "e", "--episodes", 2, "--save-video", by=ROOT / "appo_gym.py")
+    assert code == 0 and "2 episodes, sampled actions, step 8: return " in text
+    assert imageio.get_reader(tmp_path / "e" / "video.mp4").get_data(0).std() > 1, "there is something to see"
 
 
 def test_sampled_actions_and_overrides(play, drawn):
@@ -164,11 +262,18 @@ def test_sampled_actions_and_overrides(play, drawn):
     assert re.fullmatch(r"override: seed 1 -> 2\noverride: gamma 0.99 -> 0.5\n3 episodes, .*\n", other)
 
 
+def test_a_run_of_another_version_of_the_file(play, drawn):
+    cfg = json.loads((drawn / "cfg.json").read_text())
+    del cfg["args"]["gamma"]
+    (drawn / "cfg.json").write_text(json.dumps(cfg))
+    code, text = play(drawn)
+    assert (code, text) == (2, f"error: {drawn} is of another file, or another version of this one: {cfg['file']}; flags that differ: gamma\n")
+
+
 @pytest.mark.parametrize("flags, answer", [
     (("--episodes", 0), "--episodes 0 is out of range"),
     (("--policies", 1), "--opponents and --policies are for runs of appo_pbt_doom.py"),
     (("--hidden-size", 32), "the network in .* does not fit basic, these flags or this file"),
-    (("--gamma", 7), "--gamma 7.0 is out of range"),
     (("--watch",), r"--watch needs a screen, and there is none \(no DISPLAY, no WAYLAND_DISPLAY\); --save-video needs none"),
 ])  # fmt: skip
 def test_bad_input_gets_one_line(play, drawn, flags, answer):
@@ -179,7 +284,7 @@ def test_bad_input_gets_one_line(play, drawn, flags, answer):
 def test_no_run_no_such_checkpoint_no_such_flag(play, drawn, capsys):
     assert play(drawn / "nothing") == (2, f"error: there is no run in {drawn}/nothing: it has no cfg.json\n")
     (drawn / "checkpoints" / "best.pth").unlink()
-    assert play(drawn, "--best") == (2, f"error: no best checkpoint in {drawn}/checkpoints\n")
+    assert play(drawn, "--best") == (2, f"error: no best checkpoint in {drawn}\n")
     with pytest.raises(SystemExit):
         play(drawn, "--likelies")
     assert "Unrecognized options: --likelies" in "".join(capsys.readouterr())
@@ -209,23 +314,26 @@ def test_the_video_is_a_minute_at_most(play, drawn, monkeypatch):
     ("    def render(self):\n        return None\n", "returns no picture"),
 ])  # fmt: skip
 @pytest.mark.parametrize("flag", ["--save-video", "--watch"])
-def test_what_cannot_draw_itself_is_not_played(play, tmp_path, flag, render, answer):
+def test_what_cannot_draw_itself_is_not_played(play, tmp_path, monkeypatch, flag, render, answer):
     envs = (COUNTING + "\n" + render).replace("        self.count += 1\n", "        raise RuntimeError\n")
+    monkeypatch.chdir(tmp_path)
     folder = untrained(tmp_path / "e", with_envs(tmp_path, "appo_not_drawn", envs))
     code, text = play(folder, flag, **SHOWN)
     assert code == 2 and text.startswith("error: basic cannot draw itself: ") and answer in text and text.count("\n") == 1
     assert not (folder / "video.mp4").exists()
 
 
-def test_environments_of_their_own_to_be_drawn(play, tmp_path):
-    """As MuJoCo has them: only where there is something to see."""
+def test_environments_of_their_own_to_be_drawn(play, tmp_path, monkeypatch):
+    """As MuJoCo has them, which has the first core: only where there is something to see."""
+    monkeypatch.chdir(tmp_path)
     main = 'if __name__ == "__main__":\n'
     instead = "    Env.render = lambda self: np.full((300, 400, 3), self.count, np.uint8)\n    return make_envs(args, num_envs)\n"
-    script = with_envs(tmp_path, "appo_drawn_instead", COUNTING, (main, f"def drawn_envs(args, num_envs):\n{instead}\n\n{main}"))
+    edit = (main, f"def drawn_envs(args, num_envs):\n{instead}\n\n{main}")
+    script = with_envs(tmp_path, "appo_drawn_instead", COUNTING, edit, source=ROOT / "appo_atari.py")
     folder = untrained(tmp_path / "e", script)
     assert play(folder, "--episodes", 2)[1].startswith("2 episodes, ")
     code, text = play(folder, "--episodes", 2, "--save-video")
-    assert code == 0 and text.startswith("basic is played in the environments of `drawn_envs`")
+    assert code == 0 and text.startswith("Breakout-v5 is played in the environments of `drawn_envs`")
     assert imageio.get_reader(folder / "video.mp4").get_data(0).shape == (300, 400, 3), "large enough"
 
 
@@ -256,10 +364,10 @@ def window(monkeypatch):
 def test_a_window_shows_one_environment_at_its_own_speed(play, drawn, window):
     code, text = play(drawn, "--watch", "--episodes", 3, "--likeliest", **SHOWN)
     first, *others = lengths = [length(1, episode) for episode in range(3)]
-    assert code == 0 and f"3 episodes, likeliest actions, step 5: return {REWARD[LATEST] * np.mean(lengths):.2f}" in text
+    assert code == 0 and f"3 episodes, likeliest actions, step 5: return {RAW[LATEST] * np.mean(lengths):.2f}" in text
     assert len(window.titles) == sum(lengths) + 1, "an episode that is truncated has a picture at its end"
     assert window.speeds == [50] * len(window.titles)
-    assert window.titles[:first] == [f"basic: return {i * REWARD[LATEST]:.2f}" for i in range(first)]
+    assert window.titles[:first] == [f"basic: return {i * RAW[LATEST]:.2f}" for i in range(first)]
     assert all((picture == [200, 0, 20 * i]).all() for i, picture in enumerate(window.pictures[:first]))
     assert {picture.shape for picture in window.pictures} == {(720, 960, 3)}, "80x60, twelve times as large"
     assert not pygame.display.get_init(), "it is closed"
@@ -274,20 +382,20 @@ def test_a_window_is_closed(play, drawn, window, event):
     window.event = (steps, *event)
     code, text = play(drawn, "--watch", "--save-video", "--likeliest", **SHOWN)
     assert code == 0 and len(window.titles) == steps and f"({steps} frames)" in text
-    assert f"1 episodes, likeliest actions, step 5: return {REWARD[LATEST] * length(1, 0):.2f}" in text, "what was played until then"
+    assert f"1 episodes, likeliest actions, step 5: return {RAW[LATEST] * length(1, 0):.2f}" in text, "what was played until then"
 
 
 def test_a_screen_that_is_not_there(drawn):
     """DISPLAY is set, as after the end of an ssh session: SDL would show nothing, and say nothing."""
     others = {name: value for name, value in os.environ.items() if name not in ("WAYLAND_DISPLAY", "SDL_VIDEODRIVER")}
-    command = [sys.executable, str(ROOT / "evaluate.py"), str(drawn), "--watch"]
+    command = [sys.executable, str(ROOT / "evaluate.py"), "e", "--watch"]
     done = subprocess.run(command, env=others | dict(DISPLAY=":99"), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "error: --watch cannot open a window: " in done.stderr and "episodes," not in done.stdout
 
 
 def test_an_evaluation_that_is_ended(run, tmp_path):
     """In whatever way: the fixture looks for engines and shared memory that are left."""
-    folder = untrained(tmp_path / "e", shutil.copy(ROOT / "appo_doom.py", tmp_path / "appo_ended.py"))
+    folder = untrained(tmp_path / "e", ROOT / "appo_doom.py")
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
         r = run("--episodes", "4000", "--save-video", launcher=(str(ROOT / "evaluate.py"),), script=folder)
         r.wait_for(lambda: len(r.engines()) == 16 and (folder / "video.mp4").exists(), 60, "the games")

@@ -13,7 +13,7 @@ from test_command_line import TAGS, scalars
 
 import appo_gym
 
-SMALL = ("--experiment", "e", "--num-workers", "2", "--num-envs-per-worker", "2", "--rollout", "8", "--batch-size", "8", "--hidden-size", "16",
+SMALL = ("--experiment", "e", "--num-workers", "2", "--num-envs", "4", "--rollout", "8", "--batch-size", "8", "--hidden-size", "16",
          "--device", "cpu")  # fmt: skip
 # A user's own module: nothing of ours is edited
 MINE = """
@@ -87,7 +87,7 @@ def test_every_kind_of_observation():
         "obs/colours": ((40, 41, 6), "uint8"), "obs/grid": ((147,), "float32"), "obs/place": ((6,), "float32"),
         "obs/choice": ((3,), "float32"), "obs/flags": ((4,), "float32"), "obs/pair/0": ((2,), "float32"), "obs/pair/1/many": ((5,), "float32"),
     }  # fmt: skip
-    for call in (lambda: arrays.reset(seed=1), lambda: arrays.step(0), lambda: arrays.step(2)):
+    for call in (lambda: arrays.reset(seed=1), lambda: arrays.step(np.array([0])), lambda: arrays.step(np.array([2]))):
         found, seen = call()[0], env.seen
         assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == spaces
         np.testing.assert_array_equal(found["obs/camera"], seen["camera"])
@@ -99,7 +99,7 @@ def test_every_kind_of_observation():
         one_hot = dict(choice=np.eye(3)[seen["choice"] - 1], **{"pair/0": np.eye(2)[seen["pair"][0]], "pair/1/many": many})
         for name, expected in {**one_hot, **{name: seen[name].flatten() for name in ("grid", "place", "flags")}}.items():
             np.testing.assert_allclose(found[f"obs/{name}"], expected, rtol=1e-6)
-    assert env.action == 1 and arrays.action_space == Discrete(3), "actions count from 0 for the network, from -1 for it"
+    assert env.action == 1 and arrays.action_space == MultiDiscrete([3]), "actions count from 0 for the network, from -1 for it"
 
 
 @pytest.mark.parametrize("space, shapes", [
@@ -113,28 +113,35 @@ def test_an_observation_of_one_kind(space, shapes):
     arrays = appo_gym.NamedArrays(env)
     names = [f"obs/{i}" for i in range(len(shapes))] if isinstance(space, Tuple) else ["obs"]
     assert {key: part.shape for key, part in arrays.observation_space.items()} == dict(zip(names, shapes))
-    arrays.check_next = True
     assert [part.shape for part in arrays.arrays(space.sample()).values()] == shapes
 
 
-def test_actions_of_several_numbers():
+@pytest.mark.parametrize("space, heads, chosen, given", [
+    (Discrete(3), [3], [2], 2),
+    (Discrete(3, start=-1), [3], [0], -1),
+    (MultiDiscrete([2, 3], start=[1, -4]), [2, 3], [1, 2], [2, -2]),
+    (MultiDiscrete([[2, 3], [4, 5]]), [2, 3, 4, 5], [1, 2, 3, 4], [[1, 2], [3, 4]]),
+    (MultiBinary(3), [2, 2, 2], [0, 1, 1], [0, 1, 1]),
+    (MultiBinary((2, 2)), [2, 2, 2, 2], [0, 1, 1, 0], [[0, 1], [1, 0]]),
+])  # fmt: skip
+def test_every_kind_of_choice(space, heads, chosen, given):
     env = Everything()
-    env.observation_space, env.action_space = Box(-1, 1, (2,)), MultiDiscrete([2, 3], start=[1, -4])
+    env.observation_space, env.action_space = Box(-1, 1, (2,)), space
     arrays = appo_gym.NamedArrays(env)
+    assert arrays.action_space == MultiDiscrete(heads)
     arrays.reset(seed=1)
-    arrays.step(np.array([1, 2]))
-    assert env.action.tolist() == [2, -2] and arrays.action_space == MultiDiscrete([2, 3])
+    arrays.step(np.array(chosen))
+    assert np.array_equal(env.action, given) and space.contains(env.action), "an action of its own space"
 
 
 @pytest.mark.parametrize("space, value, sentence", [
-    (Box(0, 255, (40, 40, 3), np.uint8), np.zeros((40, 41, 3), np.uint8), "part obs, uint8 (40, 41, 3), is not in its space, Box(0, 255, (40, 40, 3)"),
-    (Box(0, 255, (40, 40, 3), np.uint8), np.zeros((40, 40, 3)), "part obs, float64 (40, 40, 3), is not"),
-    (Box(-1, 1, (3,)), np.zeros(4), "part obs, float64 (4,), is not in its space, Box(-1.0, 1.0, (3,), float32)"),
-    (Dict(a=Discrete(3)), dict(a=3), "part obs/a, 3, is not in its space, Discrete(3)"),
-    (Tuple((Discrete(2), Box(-1, 1, (1,)))), (0, np.zeros((1, 1))), "part obs/1, float64 (1, 1), is not"),
+    (Box(0, 255, (40, 40, 3), np.uint8), np.zeros((40, 41, 3), np.uint8), "part obs has shape (40, 41, 3), but its space is Box(0, 255, (40, 40, 3)"),
+    (Box(-1, 1, (3,)), np.zeros(4), "part obs has shape (4,), but its space is Box(-1.0, 1.0, (3,), float32)"),
+    (Dict(a=Discrete(3)), dict(a=np.zeros(3)), "part obs/a has shape (3,), but its space is Discrete(3)"),
+    (Tuple((Discrete(2), Box(-1, 1, (1,)))), (0, np.zeros((1, 1))), "part obs/1 has shape (1, 1), but"),
 ])  # fmt: skip
-def test_an_observation_that_is_not_in_its_space(space, value, sentence):
-    """The first of an episode, or the second; bounds of numbers, and wider types, are the environment's own affair."""
+def test_an_observation_that_is_not_of_its_space(space, value, sentence):
+    """The first of an episode, or the second; bounds of numbers, and types, are the environment's own affair."""
     for bad in (0, 1):
         env = gym.Env()
         env.observation_space, env.action_space = space, Discrete(2)
@@ -146,7 +153,7 @@ def test_an_observation_that_is_not_in_its_space(space, value, sentence):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             arrays.reset()
             assert bad == 1
-            arrays.step(0)
+            arrays.step(np.array([0]))
     env.observation_space, env.reset = Box(-1, 1, (3,)), lambda **options: (np.full(3, 7.0), {})
     appo_gym.NamedArrays(env).reset()
 
@@ -170,18 +177,113 @@ def test_environments_that_it_does_not_take(env_id, sentence, monkeypatch):
 
 
 def test_a_time_limit_is_not_a_death():
-    args = appo_gym.Args(env_id="CartPole-v1", num_workers=1, num_envs_per_worker=2, worker_num_splits=1)
-    mailbox = appo_gym.Mailbox(appo_gym.spaces_of(args), 2).arrays()
+    args = appo_gym.Args(env_id="CartPole-v1", num_workers=1, num_envs=2)
+    mailbox = appo_gym.Mailbox(appo_gym.spaces_of(args), 2).numpy()
     envs = appo_gym.WorkerEnvs(args, 0, mailbox, seed=1)
-    envs.splits = [appo_gym.make_envs(args, 2, max_episode_steps=4)]
-    envs.reset(0)
+    envs.envs = appo_gym.make_envs(args, 2, max_episode_steps=4)
+    envs.reset()
     found = []
     for t in range(6):
         mailbox.action[:, 0] = t % 2
-        envs.step(0)
-        found.append((mailbox.terminated[0], mailbox.first[0], mailbox.episode[0, 2]))
-    envs.close()
+        envs.step()
+        found.append((mailbox.terminated[0], mailbox.first[0], mailbox.episode[0, 1]))
+    envs.envs.close()
     assert found == [(False, False, 0)] * 3 + [(False, False, 4), (False, True, 0), (False, False, 0)]
+
+
+class Odd(gym.Env):
+    """One a step, three steps; `give` says how."""
+
+    observation_space, action_space = Box(-9, 9, (2,)), Discrete(3)
+    made = 0
+
+    def __init__(self):
+        self.number, Odd.made = Odd.made, Odd.made + 1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.full(2, self.t, np.float32), *self.give(1.0, self.t == 3, False), self.say()
+
+    def give(self, *outcome):
+        return outcome
+
+    def say(self):
+        return {}
+
+
+# Legal, and nobody's business: each on two environments, of which the second is odd
+INFOS = {
+    "arrays of varying length": lambda env: {"legal_moves": np.arange((env.t + env.number) % 4)},
+    "None in one": lambda env: {"winner": None if env.number % 2 else 1},
+    "a raw_reward of one": lambda env: {"raw_reward": 7.0} if env.number % 2 else {},
+    "game_over in one step of one": lambda env: {"game_over": True} if env.number % 2 and env.t == 2 else {},
+    "texts and objects": lambda env: {"said": "hello", "thing": object(), "more": {"deep": [1, 2]}},
+}
+
+
+def played(monkeypatch, env_class, steps: int) -> list[list[float]]:
+    """Returns and lengths of the episodes that two environments finish in so many steps."""
+    monkeypatch.setitem(gym.registry, "Odd-v0", gym.envs.registration.EnvSpec("Odd-v0", env_class, disable_env_checker=True))
+    args = appo_gym.Args(env_id="Odd-v0", num_workers=1, num_envs=2)
+    mailbox = appo_gym.Mailbox(appo_gym.spaces_of(args), 2).numpy()
+    envs, found = appo_gym.WorkerEnvs(args, 0, mailbox, seed=1), []
+    envs.reset()
+    for _ in range(steps):
+        envs.step()
+        found += mailbox.episode[mailbox.episode.any(1)].tolist()
+    return found
+
+
+@pytest.mark.parametrize("info", INFOS)
+def test_info_is_the_environments_own_business(monkeypatch, info):
+    assert played(monkeypatch, type("Own", (Odd,), dict(say=INFOS[info])), 8) == [[3, 3]] * 4
+
+
+@pytest.mark.parametrize("one", [lambda x: np.full(1, x), lambda x: np.array(x), lambda x: np.full((1, 1), x), np.float64, lambda x: x])
+def test_rewards_and_flags_that_are_arrays_of_one_number(monkeypatch, one):
+    give = lambda self, reward, terminated, truncated: (one(reward), one(terminated), one(truncated))  # noqa: E731
+    assert played(monkeypatch, type("Own", (Odd,), dict(give=give)), 8) == [[3, 3]] * 4
+
+
+@pytest.mark.parametrize("place, name", enumerate(["reward", "terminated", "truncated"]))
+def test_of_more_numbers_it_says_which(monkeypatch, place, name):
+    def give(self, *outcome):
+        return [np.zeros(2) if i == place else value for i, value in enumerate(outcome)]
+
+    with pytest.raises(ValueError, match=rf"{name} must be one number, not an array of shape \(2,\)"):
+        played(monkeypatch, type("Own", (Odd,), dict(give=give)), 2)
+
+
+def test_a_metric_of_ones_own(monkeypatch):
+    """A number in info, which not every environment has: its sum over an episode."""
+    monkeypatch.setattr(appo_gym, "OWN_SUMS", ("kills",))
+    monkeypatch.setattr(appo_gym, "EPISODE", (*appo_gym.EPISODE, "kills"))
+    kills = lambda env: {"kills": np.array(env.t), "winner": None} if env.number % 2 else {}  # noqa: E731
+    assert sorted(played(monkeypatch, type("Own", (Odd,), dict(say=kills)), 8)) == [[3, 3, 0]] * 2 + [[3, 3, 6]] * 2
+
+
+def test_an_image_of_floats_is_warned_of():
+    env = Everything()
+    env.observation_space = Box(0, 1, (40, 40, 3), np.float32)
+    with pytest.warns(UserWarning, match="obs becomes a vector of 4800 numbers: only uint8 arrays become images"):
+        appo_gym.NamedArrays(env)
+
+
+def test_names_that_collide_in_a_module(tmp_path):
+    """Parts called as attributes of the network are, or with dots."""
+    env = gym.Env()
+    names = ("forward", "keys", "a.b", "obs", "training", "mean")
+    env.observation_space, env.action_space = Dict({name: Box(-1, 1, (2,)) for name in names}), Discrete(2)
+    arrays = appo_gym.NamedArrays(env)
+    spaces = appo_gym.Spaces(dict(arrays.observation_space), (2,))
+    agent = appo_gym.Agent(spaces, appo_gym.Args(device="cpu"))
+    logits, *_ = agent(appo_gym.zeros_for(spaces, 1, 3), appo_gym.torch.zeros(1, 3, dtype=bool), appo_gym.torch.zeros(3, 0))
+    assert logits.shape == (1, 3, 2) and len(spaces.obs) == 6
 
 
 @pytest.fixture
@@ -197,10 +299,9 @@ def mine(run, tmp_path):
 
 
 def test_an_environment_of_ones_own_needs_no_edit(mine, tmp_path):
-    r = mine("--total-timesteps", "8000", "--rnn-type", "gru", "--num-envs-per-worker", "8", "--batch-size", "32")
+    r = mine("--total-timesteps", "8000", "--rnn-type", "gru", "--num-envs", "16", "--batch-size", "32")
     assert r.wait(120) == 0, r.text()
-    cfg = json.loads((tmp_path / "e" / "cfg.json").read_text())
-    assert cfg["resolved"]["env_id"] == "my_module:Mine-v0" and "encoder in" in r.text()
+    assert json.loads((tmp_path / "e" / "cfg.json").read_text())["args"]["env_id"] == "my_module:Mine-v0"
     last = [float(value) for value in re.findall(r"return (-?[\d.]+), [\d,]+ steps/s", r.text())][-1]
     assert last > 2.5, "of five; random actions have 5/3, the other runs had 3.5 to 5"
 
@@ -209,7 +310,7 @@ def test_an_environment_of_ones_own_needs_no_edit(mine, tmp_path):
     ("float(action[0] == self.target), False, False, {}", "float('nan'), False, False, {}", "ValueError: a reward is not finite: [nan nan]"),
     ("return self.look(), {}", "return self.look()", "ValueError: too many values to unpack (expected 2)"),
     ("False, False, {}", "False, {}", "ValueError: not enough values to unpack (expected 5, got 4)"),
-    ("speed=np.ones(3))", "speed=np.ones(4))", "ValueError: the observation's part obs/speed, float64 (4,), is not in its space, Box(-9.0, 9.0, (3,)"),
+    ("speed=np.ones(3))", "speed=np.ones(4))", "ValueError: the observation's part obs/speed has shape (4,), but its space is Box(-9.0, 9.0, (3,)"),
     ("speed=np.ones(3))", "spede=np.ones(3))", "obs keys: ['camera', 'place', 'spede'], space keys: ['camera', 'place', 'speed']"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -218,10 +319,9 @@ def test_an_environment_that_misbehaves_is_told_what_it_did(main, tmp_path, monk
     (tmp_path / "my_module.py").write_text(MINE.replace(old, new))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
-    code, text = main(appo_gym, "--train-dir", tmp_path, "--env-id", "my_module:Mine-v0", "--num-workers", 0, "--num-envs-per-worker", 2,
-                      "--num-batches-per-epoch", 1, "--device", "cpu")  # fmt: skip
-    last = text.splitlines()[-1]
-    assert code == 2 and last.startswith("error: ") and sentence in last, text
+    code, text = main(appo_gym, "--train-dir", tmp_path, "--env-id", "my_module:Mine-v0", "--num-workers", 0, "--num-envs", 2,
+                      "--device", "cpu")  # fmt: skip
+    assert code == 2 and "error: actor 0 raised an exception\nTraceback " in text and sentence in text.splitlines()[-1], text
 
 
 def test_what_is_not_there_is_not_spoken_of(run, tmp_path):
@@ -230,7 +330,8 @@ def test_what_is_not_there_is_not_spoken_of(run, tmp_path):
     r = run(*SMALL, "--total-timesteps", "1500", "--env-id", "CartPole-v1", script=script)
     assert r.wait(60) == 0 and "steps/s" in r.text()
     assert "frames" not in r.text() and "encoder" not in r.text()
-    assert set(scalars(tmp_path / "e")) == TAGS - {"charts/FPS"}
+    found = set(scalars(tmp_path / "e"))
+    assert found < TAGS and "charts/SPS" in found and "charts/FPS" not in found
 
 
 def test_cartpole_is_learned(run, tmp_path):

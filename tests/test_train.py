@@ -1,28 +1,29 @@
-"""The real `train` over the counting environment, in this process: versions, lag, what a resumed run goes on with."""
+"""The real `train` in this process, over the counting environment and in the base: versions, lag, what a resumed run goes on with."""
 
-import builtins
-import contextlib
 import copy
 import gc
-import importlib.metadata
 import io
 import itertools
 import json
 import os
 import re
 import signal
-import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from edited import COUNTING, REPORTS, load, with_envs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
+
+import appo_gym
+
+BASE = dict(num_workers=0, num_envs=4, rollout=8, batch_size=16, total_timesteps=300, device="cpu")
 
 
 @pytest.fixture
@@ -35,10 +36,14 @@ def train(appo, tmp_path):
     """Trains, or goes on, in a folder of its own; returns the exit code."""
 
     def train(appo=appo, **settings) -> int:
-        small = dict(num_workers=0, num_envs_per_worker=4, rollout=5, hidden_size=32, total_timesteps=200, device="cpu",
-                     inference_threads=1, learner_threads=1)  # fmt: skip
-        gc.collect()  # the log of the run before it in this process
-        return appo.train(appo.Args(**small | settings), tmp_path / "run")
+        small = dict(num_workers=0, num_envs_per_worker=4, rollout=5, hidden_size=32, total_timesteps=200, device="cpu")
+        small = BASE if appo is appo_gym else small
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return appo.train(appo.Args(**small | dict(train_dir=str(tmp_path), experiment="run") | settings), tmp_path / "run")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     return train
 
@@ -49,34 +54,63 @@ def often(appo, monkeypatch):
     update = appo.Reporter.update
 
     def report(self, metrics):
-        self.last["time"] -= 5
+        self.last["seconds"] -= 5
         return update(self, metrics)
 
     monkeypatch.setattr(appo.Reporter, "update", report)
 
 
 @pytest.fixture
-def prepared(appo, monkeypatch):
-    """`train` does all that comes before the first step, and nothing more."""
-    monkeypatch.setattr(appo, "sampling", lambda inference, actors: contextlib.nullcontext())
-    monkeypatch.setattr(appo, "learn", lambda args, checkpoints, learner, reporter: reporter.writer.close())
-
-
-@pytest.fixture
 def iterations(appo, monkeypatch):
-    """Of every iteration: the learner's version, the versions and slots of the batch, the metrics, and the batch's environments."""
+    """Of every iteration: the version before it, the versions and slots of its samples, the metrics, and its environments."""
     seen, iterate = [], appo.Learner.iterate
 
-    def spy(self, slots):
-        r = self.inference.rollouts
-        before = self.version, r.versions[:, slots].copy(), slots.tolist()
+    def spy(self, blocks):
+        r, slots = self.inference.rollouts, np.r_[*blocks]
+        before = self.inference.version, r.versions[:, slots].copy(), slots.tolist()
         environments = r.obs["vector"][0, slots, 0].int().tolist()
-        metrics = iterate(self, slots)
+        metrics = iterate(self, blocks)
         seen.append((*before, metrics, environments))
         return metrics
 
     monkeypatch.setattr(appo.Learner, "iterate", spy)
     return seen
+
+
+def stop_after(appo, monkeypatch, iterations: int, error=KeyboardInterrupt) -> None:
+    """As a signal, or an error of the inference thread."""
+    calls, collect = itertools.count(), appo.Learner.collect
+
+    def stops(self):
+        if next(calls) == iterations:
+            raise error("now")
+        return collect(self)
+
+    monkeypatch.setattr(appo.Learner, "collect", stops)
+
+
+def learner_of(appo, **settings):
+    """A Learner and its Inference, without threads."""
+    args = appo.Args(num_workers=0, num_envs_per_worker=4, rollout=5, hidden_size=32, device="cpu", **settings)
+    spaces = appo.spaces_of(args)
+    agent = appo.Agent(spaces, args)
+    return appo.Learner(args, agent, appo.Inference(args, spaces, agent, torch.device("cpu")))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return [*(folder / "run").glob("latest.pth"), *sorted((folder / "run" / "checkpoints").glob("checkpoint_*"))]
+
+
+def newest(folder: Path) -> dict:
+    return torch.load(checkpoints(folder)[-1], weights_only=True)
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder / "run"), size_guidance=dict(scalars=0)).Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+# ---- versions and lag
 
 
 @pytest.mark.parametrize("workers, splits", [(2, 2), (0, 2)])
@@ -85,121 +119,143 @@ def test_sync_has_no_lag(train, iterations, workers, splits):
     learns: all ratios are 1, with statistics of the inputs that have moved since the last iteration."""
     rows = max(1, workers) * 4
     assert train(num_workers=workers, worker_num_splits=splits, sync=True, total_timesteps=600, precision="float32") == 0
-    learned = [metrics for *_, metrics, _ in iterations if "losses/approx_kl" in metrics]
-    assert len(learned) == len(iterations) - 1 > 5
-    assert all(metrics["losses/approx_kl"] < 1e-5 and metrics["losses/clipfrac"] == 0 for metrics in learned)
-    for version, versions, slots, _, environments in iterations:
-        assert (versions == version).all()
+    assert len(iterations) > 5
+    for version, versions, slots, metrics, environments in iterations:
+        assert (versions == version).all() and metrics["lag/max"] == 0
         assert sorted(slots) == list(range(rows)) and len(set(environments)) == rows
+        assert metrics["losses/approx_kl"] < 1e-5 and metrics["losses/clipfrac"] == 0
     assert [version for version, *_ in iterations] == list(range(len(iterations)))
 
 
 def test_every_published_policy_has_a_version_of_its_own(appo, train, iterations, monkeypatch):
     """Two epochs: a version each. The first batch only initialises the statistics of the inputs: a version, too."""
-    published, publish = [], appo.ActingPolicy.publish
+    published, publish = [], appo.Inference.publish
 
     def spy(self, version):
-        published.append((version, [tensor.clone() for tensor in self.learned]))
+        published.append((version, [tensor.clone() for tensor in self.learned], self.learned[0].clone()))
         publish(self, version)
 
-    monkeypatch.setattr(appo.ActingPolicy, "publish", spy)
+    monkeypatch.setattr(appo.Inference, "publish", spy)
     assert train(num_epochs=2) == 0
-    assert len(published) == 2 * len(iterations) - 1 > 10 and [version for version, _ in published] == list(range(1, len(published) + 1))
-    for (_, one), (_, two) in itertools.pairwise(published):
+    assert len(published) == 2 * len(iterations) > 10 and [version for version, *_ in published] == list(range(1, len(published) + 1))
+    for (_, one, _), (_, two, _) in itertools.pairwise(published):
         assert any((a != b).any() for a, b in zip(one, two)), "no policy is published twice"
 
 
-def test_an_iteration_of_several_steps(appo, train, iterations, tmp_path, capsys):
-    """A version for each, and lag 0 with --sync as before. What is collected is said, and what each step learns from."""
-    assert train(sync=True, num_batches_per_epoch=2, num_epochs=2) == 0
-    assert "20 samples an iteration, 10 (2 rollouts of 5 steps) an optimiser step; expected lag up to 0.0" in capsys.readouterr().out
-    assert [version for version, *_ in iterations] == [0, *range(1, 4 * len(iterations) - 4, 4)] and len(iterations) > 9
+def test_the_first_batch_only_initialises_the_inputs_statistics(appo, train, monkeypatch):
+    built, build = [], appo.Learner.__init__
+
+    def spy(self, args, agent, inference):
+        build(self, args, agent, inference)
+        built.append((agent, copy.deepcopy(agent.state_dict())))
+
+    monkeypatch.setattr(appo.Learner, "__init__", spy)
+    stop_after(appo, monkeypatch, 1)
+    assert train() == 130
+    (agent, before), *_ = built
+    changed = {name for name, now in agent.state_dict().items() if (now != before[name]).any()}
+    assert changed and all(name.startswith("normalizers.") for name in changed)
+
+
+def test_an_iteration_of_several_steps(train, iterations):
+    """A version for each, and lag 0 at the first of them with --sync as before."""
+    assert train(sync=True, batch_size=10, num_batches_per_epoch=2, num_epochs=2) == 0
+    assert [version for version, *_ in iterations] == list(range(0, 4 * len(iterations), 4)) and len(iterations) > 9
     for version, versions, slots, _, environments in iterations:
         assert (versions == version).all() and sorted(slots) == [0, 1, 2, 3] and len(set(environments)) == 4
-    agent, args, _ = appo.load_agent(tmp_path / "run", num_envs_per_worker=1)
-    assert args.num_batches_per_epoch == 1, "any number of environments can be played"
 
 
-def test_a_batch_without_a_usable_sample_is_no_update(appo):
-    """Nothing but resets, or all too old: nothing is published, and it is counted."""
-    args = appo.resolve(appo.Args(num_workers=0, num_envs_per_worker=4, rollout=5, hidden_size=32, device="cpu", max_policy_lag=3))
-    spaces, device = appo.spaces_of(args), torch.device("cpu")
-    agent = appo.Agent(spaces, args)
-    inference = appo.Inference(args, spaces, agent, device)
-    learner, slots = appo.Learner(args, agent, inference, device), np.arange(4)
-    r = inference.rollouts
+def test_the_lag_is_that_of_the_samples(train, iterations):
+    """It is bounded by what is collected ahead: at most one iteration FULL, one FILLING for each group, one LEARNING."""
+    assert train(num_workers=2, batch_size=20, total_timesteps=1000) == 0
+    assert len(iterations) > 20
+    for version, versions, _, metrics, _ in iterations:
+        assert metrics["lag/max"] <= (version - versions).max() <= 5
+    assert max(metrics["lag/max"] for *_, metrics, _ in iterations) > 0
+
+
+def test_a_batch_without_a_usable_sample_changes_no_weight(appo):
+    """Nothing but resets, or all too old: Adam's momentum would move them."""
+    learner = learner_of(appo, max_policy_lag=3)
+    r, inference, blocks = learner.inference.rollouts, learner.inference, [slice(0, 4)]
+    r.logprobs[:], r.values[:], r.rewards[:] = -1.0, 0.0, 1.0
+    inference.version, r.versions[:] = 2, 2
+    learner.iterate(blocks)
+
+    def weights():
+        return [weight.clone() for weight in learner.agent.parameters()]
+
+    before = weights()
     r.first[:] = True
-    before = [weight.clone() for weight in agent.state_dict().values()]
-    assert learner.iterate(slots) == {}
-    assert (learner.skipped, learner.version, learner.global_step, inference.acting.current.version) == (1, 0, 0, 0)
-    r.first[:], r.versions[:] = False, -3
-    assert learner.iterate(slots)["lag/masked"] == 1
-    assert (learner.skipped, learner.version, learner.global_step, inference.acting.current.version) == (2, 0, 20, 0)
-    assert all(torch.equal(one, two) for one, two in zip(before, agent.state_dict().values()))
-    r.versions[:] = -2
-    learner.iterate(slots)
-    assert (learner.skipped, learner.version, learner.global_step, inference.acting.current.version) == (2, 1, 40, 1)
-    assert inference.released.qsize() == 3, "all have given their slots back"
+    metrics = learner.iterate(blocks)
+    assert (learner.global_step, inference.version) == (20, 4) and all(np.isfinite(value) for value in metrics.values())
+    assert all(torch.equal(one, two) for one, two in zip(before, weights()))
+    r.first[:], r.versions[:] = False, 1
+    assert learner.iterate(blocks)["lag/masked"] == 1
+    assert (learner.global_step, inference.version) == (40, 5)
+    assert all(torch.equal(one, two) for one, two in zip(before, weights()))
+    r.versions[:] = 3
+    assert learner.iterate(blocks)["lag/masked"] == 0
+    assert not all(torch.equal(one, two) for one, two in zip(before, weights()))
+    assert [inference.returned.recv() for _ in range(4)] == 4 * [blocks], "all have been given back"
 
 
 @pytest.mark.parametrize("norm, moves", [(1e-12, False), (0.0, True)])
 def test_the_gradient_is_clipped_unless_the_limit_is_0(train, tmp_path, norm, moves):
     """Adam makes a step of any gradient that is large beside its eps of 1e-6. Biases begin at 0."""
     assert train(max_grad_norm=norm) == 0
-    assert (newest(tmp_path)["agent"]["actor.bias"].abs().max() > 1e-4) == moves
+    assert (newest(tmp_path)["agent"]["policy.bias"].abs().max() > 1e-4) == moves
 
 
-def checkpoints(folder) -> list:
-    return sorted((folder / "run" / "checkpoints").glob("checkpoint_*"))
+# ---- a resumed run
 
 
-def newest(folder) -> dict:
-    return torch.load(checkpoints(folder)[-1], weights_only=True)
-
-
-def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(train, tmp_path, capsys):
-    assert train() == 0
+@pytest.mark.parametrize("base", [True, False])
+def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(appo, train, tmp_path, capsys, base):
+    appo = appo_gym if base else appo
+    assert train(appo) == 0
     before, files = newest(tmp_path), sorted(tmp_path.rglob("*"))
-    assert train() == 0
-    assert f"has its {before['global_step']:,} steps already; raise --total-timesteps to go on" in capsys.readouterr().out
+    last = f"{before['global_step']:,} steps, return [-.0-9]+; to see it play: python evaluate.py {tmp_path / 'run'}\n"
+    assert re.search(f"^done: {last}", capsys.readouterr().out, re.M)
+    assert train(appo) == 0
+    assert capsys.readouterr().out.endswith(f"resuming {tmp_path / 'run'} at step {before['global_step']:,}\nit is finished: raise --total-timesteps\n")
     assert sorted(tmp_path.rglob("*")) == files
-    assert train(total_timesteps=400) == 0
-    assert f"resuming {tmp_path / 'run'} at step {before['global_step']:,}; learning rate 0.0004\n" in capsys.readouterr().out
+    assert train(appo, total_timesteps=600) == 0
+    assert f"resuming {tmp_path / 'run'} at step {before['global_step']:,}\n" in capsys.readouterr().out
     after = newest(tmp_path)
-    assert after["global_step"] >= 400 and after["version"] > before["version"]
+    assert after["global_step"] >= 600 and after["version"] > before["version"]
 
 
-def test_a_falling_learning_rate_goes_on_where_it_was(appo, train, iterations, tmp_path, capsys, monkeypatch):
-    """By the step that was reached; after the end it rises with --total-timesteps, and that is said."""
+def test_a_falling_learning_rate_goes_on_where_it_was(appo, train, iterations, tmp_path, monkeypatch):
+    """By the step that was reached."""
     settings = dict(anneal_lr=True, learning_rate=1.0, total_timesteps=300)
     with monkeypatch.context() as stopped:
-        calls, collect = itertools.count(), appo.Learner.collect
-        stopped.setattr(appo.Learner, "collect", lambda self: collect(self) if next(calls) < 5 else None)
-        assert train(**settings) == 0
+        stop_after(appo, stopped, 4)
+        assert train(**settings) == 130
     step = newest(tmp_path)["global_step"]
     assert 0 < step < 300 and train(**settings) == 0
-    assert f"at step {step:,}; learning rate {1 - step / 300:.3g}\n" in capsys.readouterr().out
-    rates = [metrics["charts/learning_rate"] for *_, metrics, _ in iterations if "charts/learning_rate" in metrics]
-    assert rates[4] == pytest.approx(1 - step / 300), "the first session made four updates"
-    assert rates == sorted(rates, reverse=True) and rates[0] > 0.9 and rates[-1] < 0.1
-    end = newest(tmp_path)["global_step"]
-    assert train(**settings | dict(total_timesteps=600)) == 0
-    assert f"at step {end:,}; learning rate {1 - end / 600:.3g}\n" in capsys.readouterr().out
+    rates = [metrics["charts/learning_rate"] for *_, metrics, _ in iterations]
+    assert rates[0] == 1.0 and rates[4] == pytest.approx(1 - step / 300), "the first session made four iterations"
+    assert rates == sorted(rates, reverse=True) and 0 < rates[-1] < 0.1
 
 
-def test_a_resumed_run_goes_on_with_what_was_saved(appo, train, tmp_path, monkeypatch):
-    """The weights, Adam's moments, and the policy that acts."""
-    assert train() == 0
+@pytest.mark.parametrize("base", [True, False])
+def test_a_resumed_run_goes_on_with_what_was_saved(appo, train, tmp_path, monkeypatch, base):
+    """The weights, Adam's moments, and the policy that acts. A learning rate that was typed is used."""
+    appo = appo_gym if base else appo
+    assert train(appo) == 0
     saved, seen, iterate = newest(tmp_path), [], appo.Learner.iterate
 
-    def spy(self, slots):
-        acting = self.inference.acting.current
-        found = self.agent.state_dict(), acting.agent.state_dict(), self.optimizer.state_dict()["state"], acting.version
+    def spy(self, blocks):
+        acting = self.inference.agent.state_dict()
+        found = self.agent.state_dict(), acting, self.optimizer.state_dict()["state"], self.inference.version
         seen.append(copy.deepcopy(found))
-        return iterate(self, slots)
+        metrics = iterate(self, blocks)
+        assert metrics["charts/learning_rate"] == self.optimizer.param_groups[0]["lr"] == 0.001
+        return metrics
 
     monkeypatch.setattr(appo.Learner, "iterate", spy)
-    assert train(total_timesteps=400) == 0
+    assert train(appo, total_timesteps=600, learning_rate=0.001) == 0
     agent, acting, moments, version = seen[0]
     assert moments and version == saved["version"]
     held = {name: x.to(acting[name].dtype) for name, x in saved["agent"].items()}  # some of it in bfloat16
@@ -207,52 +263,8 @@ def test_a_resumed_run_goes_on_with_what_was_saved(appo, train, tmp_path, monkey
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_the_best_is_kept(appo, train, tmp_path, monkeypatch):
-    clock, means = itertools.count(0.0, 40.0), itertools.chain([1.0, 5.0, 3.0], itertools.repeat(2.0))
-    monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: next(clock))))
-    monkeypatch.setattr(appo.Reporter, "update", lambda self, metrics: next(means))
-    assert train() == 0
-    best = torch.load(tmp_path / "run" / "checkpoints" / "best.pth", weights_only=True)
-    assert (best["best_return"], best["version"]) == (5.0, 2) and newest(tmp_path)["best_return"] == 5.0
-
-
-def test_the_last_two_are_kept_and_whole(appo, train, tmp_path, monkeypatch):
-    assert train(save_every_sec=0.0) == 0
-    files, version = checkpoints(tmp_path), newest(tmp_path)["version"]
-    assert len(files) == 2 and version - 4 < int(files[0].name[11:20]) < int(files[1].name[11:20]) == version
-
-    def full(content, file):
-        with contextlib.nullcontext(file) if hasattr(file, "write") else open(file, "wb") as file:
-            file.write(b"half of it")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(appo.torch, "save", full)
-    with pytest.raises(OSError):
-        train(total_timesteps=400)
-    assert checkpoints(tmp_path) == files and newest(tmp_path)["version"] == version
-
-
-def test_the_latest_or_the_best_is_loaded(appo, train, tmp_path):
-    assert train() == 0
-    folder = tmp_path / "run"
-    torch.save(newest(tmp_path) | dict(global_step=7), folder / "checkpoints" / "best.pth")
-    assert appo.load_agent(folder, "best")[2] == 7 and appo.load_agent(folder)[2] >= 200
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_best_checkpoint_is_not_beaten_by_a_worse_one_after_a_crash(train, tmp_path, damaged):
-    """It may be newer than the latest: a run that is killed has no time to write that. A damaged one does not matter."""
-    assert train() == 0
-    best = tmp_path / "run" / "checkpoints" / "best.pth"
-    torch.save(newest(tmp_path) | dict(best_return=1e6), best)
-    if damaged:
-        best.write_bytes(best.read_bytes()[:1000])
-    assert train(total_timesteps=400) == 0
-    assert newest(tmp_path)["best_return"] == (-float("inf") if damaged else 1e6)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_resumed_run_does_not_play_the_same_games_again(appo, train, iterations, workers):
+def test_a_resumed_run_does_not_play_the_same_games_again(train, iterations, workers):
     """The counting environment is named after its seed."""
     sessions = []
     for steps in (200, 400, 600):
@@ -262,255 +274,253 @@ def test_a_resumed_run_does_not_play_the_same_games_again(appo, train, iteration
     assert len(set.union(*sessions)) == 3 * 4
 
 
-def test_a_time_limit_of_no_seconds_is_one(appo, tmp_path):
-    def collect():
-        assert time.monotonic() >= learner.deadline
-
-    learner = SimpleNamespace(version=0, global_step=0, collect=collect)
-    nothing = SimpleNamespace(close=lambda: None)
-    appo.learn(appo.Args(train_for_seconds=0.0), tmp_path, learner, SimpleNamespace(bar=nothing, writer=nothing))
+SMALL = ("--num-workers", 0, "--num-envs-per-worker", 4, "--rollout", 5, "--hidden-size", 32, "--device", "cpu", "--experiment", "run")
 
 
-def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch):
+def test_what_is_typed_again_overrides_and_the_network_stays(appo, main, tmp_path):
+    flags = ("--train-dir", tmp_path, "--experiment", "run", "--total-timesteps")
+    assert main(appo, *SMALL, *flags, 200)[0] == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".json", ".pth")}
+    code, text = main(appo, *flags, 400, "--hidden-size", 16)
+    assert code == 2 and text.endswith(f"error: {tmp_path / 'run'} was made with --hidden_size 32, not 16: choose another --experiment\n"), text
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".json", ".pth")} == before
+    code, text = main(appo, *flags, 400, "--learning-rate", 0.001)
+    assert code == 0 and re.findall("^override: .*", text, re.M) == ["override: total_timesteps 200 -> 400", "override: learning_rate 0.0004 -> 0.001"]
+    args = json.loads((tmp_path / "run" / "cfg.json").read_text())["args"]
+    assert (args["learning_rate"], args["hidden_size"]) == (0.001, 32) and newest(tmp_path)["global_step"] >= 400
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_a_run_of_another_version_of_the_file_is_refused(appo, main, tmp_path, base):
+    """And the flags that differ are named."""
+    appo = appo_gym if base else appo
+    flags = ("--train-dir", tmp_path, "--experiment", "run", "--total-timesteps", 100, "--num-workers", 0, "--device", "cpu")
+    assert main(appo, *flags)[0] == 0
+    path = tmp_path / "run" / "cfg.json"
+    cfg = json.loads(path.read_text())
+    cfg["args"]["flag_of_old"] = 7
+    del cfg["args"]["vtrace_c"]
+    path.write_text(json.dumps(cfg))
+    code, text = main(appo, *flags)
+    assert code == 2 and re.fullmatch(r"error: .*/run is of another file, or another version of this one: .*; flags that differ: flag_of_old, vtrace_c\n", text)
+
+
+# ---- checkpoints
+
+
+def test_the_best_is_kept(appo, tmp_path):
+    """By the mean return of the last 100 episodes; not of fewer. A resumed run knows how good it was."""
+    learner, best = learner_of(appo), tmp_path / "checkpoints" / "best.pth"
+    learner.inference.episodes.extend([[9.0, 1.0]] * 99)
+    appo.save_checkpoint(tmp_path, learner)
+    assert not best.exists()
+    for step, score, kept in ((1, 1.0, 1), (2, 5.0, 2), (3, 3.0, 2), (4, float("nan"), 2)):
+        learner.global_step = step
+        learner.inference.episodes.extend([[score, 1.0]] * 100)
+        appo.save_checkpoint(tmp_path, learner)
+        assert torch.load(best, weights_only=True)["global_step"] == kept
+    resumed = learner_of(appo)
+    appo.load_checkpoint(tmp_path, resumed)
+    assert (resumed.best_return, resumed.global_step) == (5.0, 4)
+    resumed.inference.episodes.extend([[4.0, 1.0]] * 100)
+    appo.save_checkpoint(tmp_path, resumed)
+    assert torch.load(best, weights_only=True)["global_step"] == 2
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("keep", [2, 0])
+def test_the_last_ones_are_kept(train, iterations, tmp_path, keep):
+    """One is written after each iteration, and one at the end."""
+    assert train(save_every_sec=0.0, keep_checkpoints=keep) == 0
+    found = [torch.load(path, weights_only=True) for path in checkpoints(tmp_path)]
+    assert [int(path.stem.split("_")[1]) for path in checkpoints(tmp_path)] == [content["global_step"] for content in found]
+    last = len(iterations)
+    assert [content["version"] for content in found] == list(range(last - 1 if keep else 1, last + 1)) and last > 9
+
+
+def test_checkpoints_come_every_so_often(appo, train, tmp_path, monkeypatch):
+    clock = itertools.count(0.0, 40.0)
+    monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: next(clock))))
+    saved, save = [], appo.save_checkpoint
+    monkeypatch.setattr(appo, "save_checkpoint", lambda folder, learner: (saved.append(learner.inference.version), save(folder, learner)))
+    assert train(save_every_sec=400.0, total_timesteps=400) == 0
+    assert 2 <= len(saved) < newest(tmp_path)["version"] / 2 and saved[-1] == newest(tmp_path)["version"]
+
+
+def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch, capsys):
     """Stopped before the first update: an evaluation would play an untrained network."""
     with monkeypatch.context() as stopped:
-        stopped.setattr(appo.Learner, "collect", lambda self: None)
-        assert train() == 0 and checkpoints(tmp_path) == []
+        stop_after(appo, stopped, 0)
+        assert train() == 130 and checkpoints(tmp_path) == []
+    assert "\nstopped: 0 steps, no episode has ended; " in capsys.readouterr().out
     assert train() == 0
     files = checkpoints(tmp_path)
-    monkeypatch.setattr(appo.Learner, "collect", lambda self: None)
-    assert train(total_timesteps=400) == 0 and checkpoints(tmp_path) == files
+    stop_after(appo, monkeypatch, 0)
+    assert train(total_timesteps=400) == 130 and checkpoints(tmp_path) == files
 
 
-@pytest.mark.parametrize(
-    "error, saves", [("FloatingPointError", True), ("UserError", True), ("RuntimeError", False), ("KeyboardInterrupt", False)]
-)
-def test_what_nobody_foresaw_does_not_save(appo, train, tmp_path, monkeypatch, error, saves):
-    """Its weights may be what is wrong, and an older good checkpoint would go."""
-    update, count = appo.Reporter.update, itertools.count()
-    error = getattr(appo, error, None) or getattr(builtins, error)
-
-    def fail(self, metrics):
-        if next(count) == 5:
-            raise error("now")
-        return update(self, metrics)
-
-    monkeypatch.setattr(appo.Reporter, "update", fail)
-    with pytest.raises(error):
-        train()
-    assert bool(checkpoints(tmp_path)) == saves
+@pytest.mark.parametrize("error", [RuntimeError, FloatingPointError])
+@pytest.mark.parametrize("base", [True, False])
+def test_an_error_of_ones_own_is_raised_as_it_is(appo, train, tmp_path, monkeypatch, error, base):
+    """Wherever it comes from; what was learned before is saved."""
+    appo = appo_gym if base else appo
+    stop_after(appo, monkeypatch, 3, error)
+    with pytest.raises(error, match="now"):
+        train(appo)
+    assert newest(tmp_path)["version"] == (3 * 8 if base else 3)
 
 
-def test_an_update_that_is_not_finite_ends_the_run_with_a_sentence(appo, tmp_path, monkeypatch, capsys):
-    """After the weights before it were saved."""
-    small = "--num-workers 0 --num-envs-per-worker 4 --rollout 5 --hidden-size 32 --device cpu --experiment run --learning-rate 1e30 --total-timesteps 400"
-    monkeypatch.setattr(sys, "argv", ["appo", "--train-dir", str(tmp_path), *small.split()])
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert appo.main() == 1
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    error = capsys.readouterr().err
-    assert re.match(
-        r"error: the loss \(\S+\) or its gradient is not finite: check observations, or try a lower --learning-rate .*; what was learned before is saved\n$",
-        error,
-    )
-    assert newest(tmp_path)["version"] > 1 and all(x.isfinite().all() for x in newest(tmp_path)["agent"].values())
-
-
-def test_a_reward_that_is_not_finite_spoils_no_weights(train, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"the loss \(nan\)"):
-        train(reward_scale=float("nan"))
-    assert newest(tmp_path)["version"] == 1 and all(x.isfinite().all() for x in newest(tmp_path)["agent"].values())
-
-
-@pytest.mark.parametrize("sync, workers, batch", [(False, 3, 2000), (True, 1, 3200)])
-def test_a_run_keeps_its_batch_on_another_machine(appo, train, prepared, tmp_path, monkeypatch, sync, workers, batch):
-    """And with sync the workers, which decide the batch; all else that was not typed follows the machine."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    assert train(num_workers=None, num_envs_per_worker=16, rollout=200, sync=sync, inference_threads=None) == 0
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(3)))
-    fresh = appo.resolve(appo.Args(num_envs_per_worker=16, rollout=200, sync=sync, device="cpu"))
-    args = appo.resolve(appo.Args(**appo.saved_args(tmp_path / "run")))
-    assert (args.num_workers, args.batch_size) == (workers, batch) and (fresh.num_workers, fresh.batch_size) == (3, 9600 if sync else 4000)
-    assert json.loads((tmp_path / "run" / "cfg.json").read_text())["args"]["inference_threads"] is None
-
-
-def test_a_run_holds_the_versions_of_all_packages(train, prepared, tmp_path):
-    """Also of those that the file does not import."""
-    assert train() == 0
-    packages = json.loads((tmp_path / "run" / "cfg.json").read_text())["packages"]
-    for name in ("torch", "numpy", "gymnasium", "vizdoom", "pytest"):
-        assert packages[name] == importlib.metadata.version(name)
-
-
-def test_samples_that_will_be_too_old_are_warned_of(train, prepared, capsys):
-    for limit in (3, 4):
-        assert train(num_workers=2, batch_size=20, max_policy_lag=limit) == 0
-        text = capsys.readouterr().out
-        assert "expected lag up to 3.0 versions" in text
-        assert ("warning: samples with a lag of 3 (--max-policy-lag) are not learned from" in text) == (limit == 3)
-
-
-def test_a_metric_of_ones_own(appo, train, often, tmp_path, monkeypatch):
-    """One name added to EPISODE, of what `info` has in every step. A run of before goes on, whose episodes had no such number."""
-
-    class Env(appo.Env):
-        def step(self, action):
-            *others, info = super().step(action)
-            return *others, info | dict(kills=int(action[1]))
-
-    assert train() == 0
-    monkeypatch.setattr(appo, "Env", Env)
-    monkeypatch.setattr(appo, "EPISODE", (*appo.EPISODE, "kills"))
-    assert train(total_timesteps=600) == 0
-    events = EventAccumulator(str(tmp_path / "run")).Reload()
-    kills, lengths = (np.array([event.value for event in events.Scalars(f"charts/{name}")]) for name in ("kills", "episodic_length"))
-    assert len(lengths) > len(kills) > 10 and 1 < kills[-1] / lengths[-1] < 2, "an action of 0 to 3 in each step"
-    assert {len(episode) for episode in newest(tmp_path)["episodes"]} == {4}
-
-
-def test_the_x_axis_after_a_crash(appo, train, often, tmp_path, monkeypatch):
-    """A run goes on from its last checkpoint: what was reported after that does not stand beside what comes now."""
-    iterate, crash = appo.Learner.iterate, itertools.count()
-
-    def fail(self, slots):
-        if next(crash) == 8:
-            raise RuntimeError("now")
-        return iterate(self, slots)
-
-    def reported() -> list[int]:
-        events = EventAccumulator(str(tmp_path / "run"), size_guidance=dict(scalars=0)).Reload()
-        return [event.step for event in events.Scalars("charts/SPS")]
-
-    assert train() == 0
-    saved = newest(tmp_path)["global_step"]
-    with monkeypatch.context() as crashing:
-        crashing.setattr(appo.Learner, "iterate", fail)
-        with pytest.raises(RuntimeError, match="now"):
-            train(total_timesteps=600)
-    before = reported()
-    assert before[-1] > saved + 50 and newest(tmp_path)["global_step"] == saved
-    assert train(total_timesteps=600) == 0
-    after = reported()
-    assert after == sorted(set(after)) and after[-1] >= 600
-    assert [step for step in after if step <= saved] == [step for step in before if step <= saved], "what came before stays"
+@pytest.mark.parametrize("base", [True, False])
+def test_an_update_that_is_not_finite_ends_the_run_with_a_sentence(appo, train, main, tmp_path, base):
+    """The weights before it are saved."""
+    appo = appo_gym if base else appo
+    assert train(appo) == 0
+    before = newest(tmp_path)
+    code, text = main(appo, "--train-dir", tmp_path, "--experiment", "run", "--learning-rate", 1e30, "--total-timesteps", 1000)
+    assert code == 2 and "Traceback" not in text, text
+    assert re.search(r"\nerror: (the loss \(\S+\) or its gradient is not finite: check observations and rewards, or try a lower --learning-rate .*|"
+                     r"an observation.* is not finite, or its square is not)\n\Z", text), text  # fmt: skip
+    after = newest(tmp_path)
+    assert after["version"] >= before["version"] and all(x.isfinite().all() for x in after["agent"].values())
 
 
 def test_a_truncated_checkpoint_is_passed_over(appo, train, tmp_path, capsys):
     assert train(save_every_sec=0.0) == 0
-    before, latest = checkpoints(tmp_path)
+    before, last = checkpoints(tmp_path)
     step = torch.load(before, weights_only=True)["global_step"]
-    latest.write_bytes(latest.read_bytes()[:1000])
+    last.write_bytes(last.read_bytes()[:1000])
     assert train(total_timesteps=400) == 0
     text = capsys.readouterr().out
-    assert f"warning: {latest} cannot be read" in text and f"resuming {tmp_path / 'run'} at step {step:,};" in text
+    assert f"warning: {last} cannot be read\n" in text and f"resuming {tmp_path / 'run'} at step {step:,}\n" in text
     for path in checkpoints(tmp_path):
         path.write_bytes(path.read_bytes()[:1000])
     files = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    with pytest.raises(appo.UserError, match="no checkpoint in .* can be read; move them away to start anew"):
+    with pytest.raises(appo.UserError, match="no checkpoint in .* can be read: move them away to start anew"):
         train(total_timesteps=600)
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == files
 
 
-def test_a_run_of_an_older_file_goes_on(appo, train, main, tmp_path):
-    """One of its flags is gone, which nobody misses. Another is new, and has its default, which is said."""
-    assert train(learning_rate=0.001) == 0
-    path, step = tmp_path / "run" / "cfg.json", newest(tmp_path)["global_step"]
-    cfg = json.loads(path.read_text())
-    cfg["args"]["flag_of_old"] = 7
-    del cfg["args"]["ppo_clip_value"]
-    path.write_text(json.dumps(cfg))
-    assert appo.load_agent(tmp_path / "run")[2] == step, "it can be played"
-    code, text = main(appo, "--train-dir", tmp_path, "--experiment", "run", "--total-timesteps", 400)
-    assert code == 0 and f"resuming {tmp_path / 'run'} at step {step:,}; learning rate 0.001\n" in text
-    assert f"override: ppo_clip_value none -> {appo.Args.ppo_clip_value}\n" in text and "flag_of_old" not in text
-    args = json.loads(path.read_text())["args"]
-    assert "flag_of_old" not in args and args["ppo_clip_value"] == appo.Args.ppo_clip_value and newest(tmp_path)["global_step"] >= 400
+# ---- time and reports
 
 
-@pytest.mark.parametrize("change", ["a flag", "the file"])
-def test_a_changed_network_does_not_go_on(appo, train, tmp_path, monkeypatch, change):
-    """Whatever changed it. What is there stays as it is, and goes on as it was."""
+def test_a_time_limit_of_no_seconds_is_one(train, capsys, tmp_path):
+    assert train(train_for_seconds=0.0) == 0
+    assert "\ndone: 0 steps, " in capsys.readouterr().out and checkpoints(tmp_path) == []
+
+
+class Eleven(gym.Env):
+    """One a step, eleven steps. A kill in every second step, of which the others do not speak."""
+
+    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), gym.spaces.Discrete(3)
+    ended = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        Eleven.ended += self.t == 11
+        return np.full(2, self.t, np.float32), 1.0, self.t == 11, False, {} if self.t % 2 else {"kills": 2.0}
+
+
+def test_a_short_run_reports_every_episode_once(train, tmp_path, capsys, monkeypatch):
+    """It ends before the first report is due. And a metric of one's own: one name added to OWN_SUMS, of what `info` may have."""
+    gym.register("Eleven-v0", Eleven)
+    monkeypatch.setattr(Eleven, "ended", 0)
+    monkeypatch.setattr(appo_gym.Reporter, "SECONDS", 1000)
+    monkeypatch.setattr(appo_gym, "OWN_SUMS", ("kills",))
+    monkeypatch.setattr(appo_gym, "EPISODE", (*appo_gym.EPISODE, "kills"))
+    built, build = [], appo_gym.Inference.__init__
+    monkeypatch.setattr(appo_gym.Inference, "__init__", lambda self, *given: (build(self, *given), built.append(self))[0])
+    assert train(appo_gym, env_id="Eleven-v0", total_timesteps=800) == 0
+    (inference,) = built
+    episodes, step = list(inference.episodes), newest(tmp_path)["global_step"]
+    assert Eleven.ended - 4 <= len(episodes) <= Eleven.ended and 50 < len(episodes) < 100, "at most one of each row was not served any more"
+    assert set(map(tuple, episodes)) == {(11.0, 11.0, 10.0)}
+    for tag, value in dict(episodic_return=11.0, episodic_length=11.0, kills=10.0).items():
+        assert scalars(tmp_path, f"charts/{tag}") == [(step, value)]
+    ((reported, sps),) = scalars(tmp_path, "charts/SPS")
+    assert reported == step and sps > 0
+    text = capsys.readouterr().out
+    assert re.search(rf"\nstep {step:,}: return 11.00, [\d,]+ steps/s, lag 0.0, the learner waits \d+%\ndone: {step:,} steps, return 11.00; ", text), text
+
+
+def test_the_x_axis_after_a_crash(appo, train, often, tmp_path, monkeypatch):
+    """A run goes on from its last checkpoint: what was reported after that does not stand beside what comes now."""
     assert train() == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".json", ".pth")}
-    with monkeypatch.context() as changed:
-        if change == "the file":
-            build = appo.Agent.__init__
-            one_more = torch.nn.Linear(2, 2)
-            changed.setattr(
-                appo.Agent, "__init__", lambda self, *arguments: (build(self, *arguments), self.add_module("more", one_more))[0]
-            )
-        with pytest.raises(appo.UserError, match="the network in .*run does not fit basic, these flags or this file"):
-            train(total_timesteps=400, **dict(hidden_size=16) if change == "a flag" else {})
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".json", ".pth")} == before
-    assert train(total_timesteps=400) == 0 and newest(tmp_path)["global_step"] >= 400
+    saved = newest(tmp_path)["global_step"]
+    with monkeypatch.context() as crashing:
+        stop_after(appo, crashing, 8, RuntimeError)
+        crashing.setattr(appo, "save_checkpoint", lambda *arguments: None)
+        with pytest.raises(RuntimeError, match="now"):
+            train(total_timesteps=600)
+    before = [step for step, _ in scalars(tmp_path, "charts/SPS")]
+    assert before[-1] > saved + 50 and newest(tmp_path)["global_step"] == saved
+    assert train(total_timesteps=600) == 0
+    after = [step for step, _ in scalars(tmp_path, "charts/SPS")]
+    assert after == sorted(set(after)) and after[-1] >= 600
+    assert [step for step in after if step <= saved] == [step for step in before if step <= saved], "what came before stays"
 
 
-def test_nothing_grows(appo, train, tmp_path, monkeypatch):
+@pytest.mark.parametrize("base", [True, False])
+def test_nothing_grows(appo, train, tmp_path, monkeypatch, base):
     """Neither tensors nor file descriptors, and no other memory, by as much as one tensor in an update."""
+    appo = appo_gym if base else appo
     seen, iterate, count = {}, appo.Learner.iterate, itertools.count()
 
-    def spy(self, slots):
-        if (i := next(count)) in (100, 400):
+    def spy(self, blocks):
+        if (i := next(count)) in (60, 260):
             gc.collect()
             tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
             descriptors = min(len(os.listdir("/proc/self/fd")) for _ in range(5) if not time.sleep(0.02))  # TensorBoard opens its file anew
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             seen[i] = len(tensors), sum(x.nbytes for x in tensors) / 2**20, descriptors, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-        return iterate(self, slots)
+        return iterate(self, blocks)
 
     monkeypatch.setattr(appo.Learner, "iterate", spy)
-    assert train(num_workers=2, batch_size=20, total_timesteps=9000) == 0
-    one, two = seen[100], seen[400]
-    assert two[0] < one[0] + 150 and two[1] < one[1] + 2, "less than half a tensor in an update"
+    settings = dict(num_epochs=1, rollout=4, total_timesteps=4500) if base else dict(batch_size=20, total_timesteps=5500)
+    assert train(appo, num_workers=2, **settings) == 0
+    one, two = seen[60], seen[260]
+    assert two[0] < one[0] + 100 and two[1] < one[1] + 2, "less than half a tensor in an update"
     assert two[2] <= one[2] and two[3] < one[3] + 15, (one, two)
 
 
 @pytest.fixture
 def reporter(appo, tmp_path, monkeypatch):
     """Of a run that is some minutes old, in a terminal of 80 columns."""
-    terminal, log = dict(disable=False, dynamic_ncols=False, ncols=80, file=io.StringIO()), []
+    terminal = dict(disable=False, dynamic_ncols=False, ncols=80, file=io.StringIO())
     monkeypatch.setattr(appo, "tqdm", lambda **settings: tqdm(**settings | terminal))
-    inference = SimpleNamespace(counts=Counter(), episodes=[])
-    learner = SimpleNamespace(inference=inference, version=0, global_step=0)
-    reporter = appo.Reporter(appo.Args(env_id="deadly_corridor"), learner, tmp_path, lambda text, show=True: log.append(text))
+    args = appo.Args(env_id="deadly_corridor")
+    learner = SimpleNamespace(inference=SimpleNamespace(counts=Counter(), episodes=deque()), args=args, global_step=0)
+    reporter = appo.Reporter(args, learner, tmp_path)
     reporter.bar.start_t -= 200
-    reporter.lines = log
     yield reporter
     reporter.bar.close()
     reporter.writer.close()
 
 
-def report(reporter, **counts) -> None:
-    """Of a window of ten seconds."""
-    reporter.last["time"] -= 10
-    reporter.inference.counts.update(counts)
-    reporter.update({})
+def report(reporter, **counts) -> str:
+    """Of a window of ten seconds: the last line of the log."""
+    reporter.last["seconds"] -= 10
+    reporter.learner.inference.counts.update(counts)
+    reporter.update({"lag/mean": 1.25})
+    return (reporter.folder / "log.txt").read_text().splitlines()[-1]
 
 
 def test_the_bar_fits_into_80_columns(reporter):
-    reporter.inference.episodes.append([-164.114, 0.0, 10.0])
-    reporter.learner.global_step, reporter.learner.version = 30_862, 1
-    report(reporter, waited=9, idle=9)
+    reporter.learner.inference.episodes.append([-164.114, 10.0])
+    reporter.learner.global_step = 30_862
+    report(reporter, learner=9, requests=9)
     bar = str(reporter.bar)
-    assert len(bar) <= 80 and re.search(r"\d% .*1:\d\d:\d\d, return -164.11, 12,3\d\d frames/s, bottleneck: environments", bar), bar
+    assert len(bar) <= 80 and re.search(r"\d%.*1:\d\d:\d\d, return -164.11, 12,3\d\d frames/s, lag 1.2, bottleneck: environments", bar), bar
 
 
-def test_a_window_without_an_update_is_warned_of(reporter):
-    for version, warned in ((0, True), (1, False), (1, True)):
-        reporter.learner.version = version
-        reporter.lines.clear()
-        report(reporter)
-        assert any("warning: no update in 10 s" in line for line in reporter.lines) == warned
-
-
-@pytest.mark.parametrize("counts, name", [(dict(blocked=4, waited=3, idle=5), "learner"), (dict(blocked=1, waited=3, idle=5), "environments"),
-                                          (dict(blocked=1, waited=3, idle=3), "inference")])  # fmt: skip
+@pytest.mark.parametrize("counts, name", [(dict(blocks=4, learner=3, requests=6), "learner"), (dict(blocks=1, learner=3, requests=6), "environments"),
+                                          (dict(blocks=1, learner=3, requests=4), "inference")])  # fmt: skip
 def test_the_bottleneck_is_named(reporter, counts, name):
-    report(reporter, **counts)
-    assert f"bottleneck: {name}, lag" in reporter.lines[0]
+    assert report(reporter, **counts).endswith(f", lag 1.2, bottleneck: {name}")
 
 
 @pytest.mark.parametrize("slow", ["learner", "environments", "inference"])
@@ -522,7 +532,15 @@ def test_what_is_slow_is_named(tmp_path_factory, train, tmp_path, monkeypatch, s
     if slow != "environments":
         cls, name = (appo.Learner, "update") if slow == "learner" else (appo.Inference, "act")
         usual = getattr(cls, name)
-        monkeypatch.setattr(cls, name, lambda *arguments: (usual(*arguments), time.sleep(0.05))[0])
-    assert train(appo, num_workers=2, batch_size=20, total_timesteps=10**6, train_for_seconds=1.5) == 0
-    named = re.findall("bottleneck: (.*), lag", (tmp_path / "run" / "log.txt").read_text())
-    assert len(named) > 2 and Counter(named).most_common(1)[0][0] == slow, named
+        monkeypatch.setattr(cls, name, lambda *arguments, **named: (usual(*arguments, **named), time.sleep(0.1))[0])
+    usual_report, reports = appo.Reporter.report, itertools.count(1)
+
+    def stops(self):
+        usual_report(self)
+        if next(reports) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(appo.Reporter, "report", stops)
+    assert train(appo, num_workers=2, batch_size=20, total_timesteps=10**6) == 130
+    named = re.findall("bottleneck: (.*)", (tmp_path / "run" / "log.txt").read_text())[1:]  # the first one has the start in it
+    assert Counter(named).most_common(1)[0][0] == slow, named
