@@ -1162,7 +1162,7 @@ class Learner:
             for batch in np.array_split(dealt, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
-        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: `update` has waited, so no copy is under way
+        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: `publish` has waited for copies of them, too
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -1189,8 +1189,8 @@ class Learner:
         self.optimizer.zero_grad()
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
-        # This check waits for the device, so nothing broken is published or saved, inference does not wait at the lock
-        # for a backward pass, and the batch has been copied out of its slots.
+        # This check waits for the device: so nothing broken is published or saved, and inference does not wait at the
+        # lock for a backward pass.
         if not torch.isfinite(loss + grad_norm):
             raise FloatingPointError(
                 f"the loss ({loss.item()}) or its gradient is not finite: check observations and rewards, "
@@ -1487,7 +1487,7 @@ def train(args: Args, folder: Path) -> int:
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
     handle_signals(inference)  # now: importing an environment's module may have set others
-    deadline = time.monotonic() + args.train_for_seconds
+    deadline = np.inf
     stopped = False
     with running(inference, folder), own_stream(device):
         saved_at = time.monotonic()
@@ -1495,6 +1495,7 @@ def train(args: Args, folder: Path) -> int:
         try:
             while learner.global_step < args.total_timesteps and time.monotonic() < deadline:
                 reporter.update(learner.iterate(learner.collect()))
+                deadline = min(deadline, time.monotonic() + args.train_for_seconds)  # from the first iteration on
                 if time.monotonic() - saved_at >= args.save_every_sec:
                     save_checkpoint(folder, learner)
                     saved_at = time.monotonic()

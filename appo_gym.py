@@ -888,7 +888,7 @@ class Learner:
             for batch in np.array_split(dealt, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
-        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: `update` has waited, so no copy is under way
+        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: `wait_for` in the lock has waited for copies, too
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -913,8 +913,8 @@ class Learner:
         self.optimizer.zero_grad()
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
-        # This check waits for the device, so nothing broken is published or saved, inference does not wait at the lock
-        # for a backward pass, and the batch has been copied out of its slots.
+        # This check waits for the device: so nothing broken is published or saved, and inference does not wait at the
+        # lock for a backward pass.
         if not torch.isfinite(loss + grad_norm):
             raise FloatingPointError(
                 f"the loss ({loss.item()}) or its gradient is not finite: check observations and rewards, "

@@ -111,9 +111,10 @@ def test_its_table_of_features():
     expected = {
         "an environment of your own": says("gym.make(args.env_id"),
         "recurrent core": has_flag("rnn_type"),
-        "games in the main process": says("multiprocessing.dummy"),
+        "an actor that dies": says("starting another"),
+        "games in the main process": says("multiprocessing.dummy") | says("threading.Thread\n"),
         "collecting and learning in turn": has_flag("sync"),
-        "epochs of minibatches": has_flag("num_epochs") & has_flag("num_batches_per_epoch") & has_flag("anneal_lr"),
+        "epochs of minibatches": has_flag("num_epochs") & has_flag("anneal_lr"),
         "PopArt": have(lambda module: hasattr(module, "PopArt")),
         "KL penalty": has_flag("kl_loss_coef"),
         "replay": has_flag("replay"),
@@ -163,7 +164,7 @@ def test_forbidding_actions(tmp_path):
     old, new = ("".join(line[1:] for line in blocks("diff")[0].splitlines(True) if line[0] == sign) for sign in "-+")
     appo = load(edited(tmp_path, "appo_masked", (old, new), source=ROOT / "appo_gym.py"))
     space = appo.NamedArrays(Masked()).observation_space
-    args = appo.resolve(appo.Args(device="cpu", num_workers=1))
+    args = appo.Args(device="cpu", num_workers=1)
     agent = appo.Agent(appo.Spaces(dict(space.items()), (3,)), args)
     obs = {name: torch.zeros(1, 4, *part.shape) for name, part in space.items()}
     obs["obs/mask"][0] = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 1], [0, 1, 0]])
@@ -178,13 +179,13 @@ def test_what_it_names_is_there():
             names |= {node.name} | {f"{node.name}.{child.name}" for child in ast.walk(node) if isinstance(child, ast.FunctionDef)}
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    named = set(re.findall(r"`((?:Agent|Reporter)(?:\.\w+)?|make_envs|by_name|EPISODE)`", README))
+    named = set(re.findall(r"`((?:Agent|Reporter)(?:\.\w+)?|make_envs|OWN_SUMS|EPISODE)`", README))
     assert len(named) == 6 and named <= names
 
 
 def test_the_diagram_is_the_docstrings():
     lines = appo_gym.__doc__.splitlines(True)
-    begin, end = (next(i for i, line in enumerate(lines) if mark in line) for mark in ("actor process w", " slot:  FREE"))
+    begin, end = (next(i for i, line in enumerate(lines) if mark in line) for mark in ("actor process w", " block:  FREE"))
     assert textwrap.dedent("".join(lines[begin : end + 1])) in blocks("")
 
 
