@@ -103,7 +103,7 @@ class UserError(Exception):
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # a container without a quota: no such file, or "max"
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, max(1, quota // period))
@@ -143,13 +143,13 @@ class Args:
     actor_timeout: float = 120.0
     """seconds that a step of an actor's environments may take, and the start of each one; an actor that takes longer
     counts as hung, and another takes its place; 0: no limit"""
-    sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
+    sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: int = 1024  # samples per optimiser step, about: a batch is of whole rollouts
     num_batches_per_epoch: int = 1  # batches in an iteration, about; with --sync it is one rollout of every row
-    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in its first optimiser step
+    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -434,8 +434,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
     MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36, and
-    vectors: one image or vector more is one key more, and no other edit. Scores are sums of `raw_reward` in every step's `info`, where it is given, else of rewards. Actors cannot
-    start processes of multiprocessing (AsyncVectorEnv)."""
+    vectors: one image or vector more is one key more, and no other edit. Scores are sums of `raw_reward` in every
+    step's `info`, where it is given, else of rewards. Actors cannot start processes of multiprocessing
+    (AsyncVectorEnv)."""
     mode = gym.vector.AutoresetMode.NEXT_STEP
     return gym.vector.SyncVectorEnv([lambda: DoomEnv(args, **options)] * num_envs, copy=False, autoreset_mode=mode)
 
@@ -547,8 +548,9 @@ class Agent(nn.Module):
     core, if asked for, then value and logits.
 
     A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
-    row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`; each
-    parameter has a gradient, and `forward` changes nothing. Flags of this network: precision, rnn_type, hidden_size,
+    row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`, which
+    changes nothing. To forbid actions, give `masked_fill(obs["NAME"] == 0, -torch.inf)` of the logits; each head must
+    keep an action, at an episode's last observation, too. Flags of this network: precision, rnn_type, hidden_size,
     vector_size."""
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -695,8 +697,9 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     fields of Rollouts, [time, rollout, ...], and `lags`, int64 [T, B]. Returns the loss and metrics, on the device.
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
-    of acting is a field of `Rollouts`, written in `Inference.act`; if it comes from the environment, it is one of
-    `Mailbox`, too, written in `WorkerEnvs.step` and copied in `Inference.store`."""
+    of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also a
+    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (of a step's outcome to t - 1, as
+    the reward)."""
     valid = (~batch.first[1:]).float()
     used = valid * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
@@ -707,9 +710,15 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
-    clips = (args.vtrace_rho, args.vtrace_c)
     vs, advantages = vtrace(
-        ratio.detach(), values.detach(), batch.rewards, discounts, valid, *clips, args.vtrace_lambda
+        ratio.detach(),
+        values.detach(),
+        batch.rewards,
+        discounts,
+        valid,
+        args.vtrace_rho,
+        args.vtrace_c,
+        args.vtrace_lambda,
     )
     targets = vs[:-1]
     values = values[:-1]
@@ -757,7 +766,7 @@ def rows_per_group(args: Args) -> int:
 
 
 def slice_of(args: Args, i: int) -> slice:
-    """The rows of group i, or the slots of block i, of which there are as many."""
+    """The rows of group i, or the slots of block i: a block has as many slots as a group has rows."""
     n = rows_per_group(args)
     return slice(i * n, i * n + n)
 
@@ -771,7 +780,7 @@ def blocks_per_iteration(args: Args) -> int:
 
 def num_blocks(args: Args) -> int:
     """One for each group to fill, while those of one iteration are LEARNING and of `max_batches_ahead` FULL. No
-    deadlock: if none is FILLING or LEARNING, fewer than an iteration's are FULL, so every group finds a FREE one.
+    deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
     --sync has one for each group: none is FREE until the iteration's last step is made. That is all that --sync is."""
     groups = num_rows(args) // rows_per_group(args)
     return groups + (0 if args.sync else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
@@ -787,7 +796,7 @@ def zeros_for(spaces: Spaces, *shape, device="cpu"):
 
 
 def of_each(function, fields):
-    """What function(field) is of each field, in dicts like the given one, by the names of its fields."""
+    """The same dict, with function(field) in the place of each field, also in the dicts in it."""
     if isinstance(fields, dict):
         return {name: of_each(function, field) for name, field in fields.items()}
     return function(fields)
@@ -802,7 +811,7 @@ class Mailbox:
         # written by the actor, between a reply and its next request
         self.obs = zeros_for(spaces, rows)  # the current observation
         self.reward = torch.zeros(rows)  # of the action before it
-        self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
+        self.terminated = torch.zeros(rows, dtype=torch.bool)  # the action before it ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
         self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
         # written by inference, between a request and its reply
@@ -819,7 +828,7 @@ class Rollouts:
     device. `Learner.gather` copies every field, of either kind. Rewards and log-probabilities start as NaN: were a slot
     read before it is written, the loss would say so.
 
-    A block of slots is FILLING from when its group takes it until the rollouts are complete, then FULL (both in
+    A block of slots is FILLING from when its group gets it until the rollouts are complete, then FULL (both in
     `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
     makes it FREE."""
 
@@ -868,7 +877,7 @@ class WorkerEnvs:
         zeros = np.zeros(len(first))
         own_sums = [info.get(name, zeros) for name in OWN_SUMS]
         self.sums += np.stack([info.get("raw_reward", reward), zeros + 1, *own_sums], axis=-1)
-        self.sums[first] = 0  # it was no step
+        self.sums[first] = 0  # what only resets does not count
         episode = self.sums * self.over[:, None]
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
 
@@ -897,10 +906,12 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     """Body of an actor. It sends the number of a split when its rows are written, and receives one when the actions
     are. A string says what went wrong. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
-        os.setpgrp()  # Ctrl-C is for the main process. No session of its own: then `nice` would not count beside others
+        os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)  # a job's SIGTERM comes to all; programs would inherit SIG_IGN
-        if args.set_workers_cpu_affinity and hasattr(os, "sched_setaffinity"):
+            signal.signal(
+                number, lambda *_: None
+            )  # a job's SIGTERM comes to all. SIG_IGN would be inherited by programs
+        if args.set_workers_cpu_affinity:
             cores = sorted(os.sched_getaffinity(0))
             if len(cores) == num_cores():  # else there is a quota, and other containers would pin to the same cores
                 os.sched_setaffinity(0, {cores[worker % len(cores)]})  # engines, too: both talk twice a tic
@@ -961,8 +972,8 @@ class Inference:
     """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
     the memory, the pipes and the queue between itself, the actors and the learner.
 
-    It acts with a copy of the learner's network. Who acts with it, or overwrites it, holds the lock until the device
-    has done it, so no action comes from half an update. Blocks, too, change hands only when the host has waited for
+    It acts with a copy of the learner's network. Acting with it and overwriting it both hold the lock until the device
+    is done: no action comes from half an update. Blocks, too, change hands only when the host has waited for
     what it had asked to be done with them: there are no events between the two streams.
 
     Where an actor dies, another takes its place. Its environments and the last transition of each of its rows are lost:
@@ -983,7 +994,7 @@ class Inference:
         groups = workers * args.worker_num_splits
         blocks = [slice_of(args, i) for i in range(num_blocks(args))]
         self.shared_mailbox = Mailbox(spaces, num_rows(args))
-        self.mailbox = self.shared_mailbox.numpy()
+        self.mailbox = self.shared_mailbox.numpy()  # the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
         self.state = torch.zeros(num_rows(args), agent.state_size, device=device)
         self.filling = dict(enumerate(blocks[:groups]))  # by group; without an entry it waits for a FREE block
@@ -1200,7 +1211,7 @@ class Learner:
         if last_epoch or not begun:  # every sample counts once
             valid = ~batch.first[1:]
             for name, normalizer in self.agent.normalizers.items():
-                normalizer.update(batch.obs[name][:-1:4], valid[::4])  # of four steps in a row one is enough
+                normalizer.update(batch.obs[name][:-1:4], valid[::4])  # every fourth step: neighbours hardly differ
         if begun and grad_norm:  # it is 0 where no sample could be used
             self.optimizer.step()
         self.inference.publish(self.inference.version + 1)
@@ -1223,6 +1234,7 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
+AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0)
 SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
 FIXED = ("env_id", "cfg_path", "rnn_type", "hidden_size", "vector_size")  # a resumed run has the same
 
@@ -1255,10 +1267,10 @@ def seed_generators(seed: int):
 
 def handle_signals(inference: Inference):
     """A signal is a message to the learner, so that no update is cut in two. Starts the fork server meanwhile: it
-    inherits that signals are ignored, and so do actors, until they are in a group of their own."""
+    ignores them, too, and so does an actor until it is in a process group of its own."""
     times = []
 
-    def handler(number, frame):
+    def handler(*_):
         times.append(time.monotonic())
         if times[-1] - times[0] > 1:  # a launcher may send the first one twice
             os._exit(130)
@@ -1290,8 +1302,8 @@ def kill(actor):
 
 @contextlib.contextmanager
 def running(inference: Inference, folder: Path):
-    """Context with the inference thread, and the actors with their environments. A resumed run, or another actor, whose
-    version is another, has other episodes."""
+    """Context with the inference thread, and the actors with their environments, whose seeds depend on the version: a
+    resumed run, or another actor, has other episodes."""
     args = inference.args
     thread = threading.Thread(target=inference.run, name="inference", daemon=True)
     # fork is unsafe beside threads and CUDA; spawn costs 100 MB for each actor

@@ -19,7 +19,8 @@ Factory / IMPALA in one file, and the base that the other files are edits of.
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
 On 2 cores of an AMD EPYC (Zen 5, no GPU) CartPole-v1 is solved (a mean return of 475) 7 seconds after the command was
-typed, LunarLander-v3 (200) after 28 (medians of three seeds with default flags, 2026-11-26; benchmark/learning.sh gym).
+typed, LunarLander-v3 (200; pip install "gymnasium[box2d]") after 28 (medians of three seeds with default flags,
+2026-11-26; benchmark/learning.sh gym).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
@@ -35,6 +36,10 @@ typed, LunarLander-v3 (200) after 28 (medians of three seeds with default flags,
                                                           |   acts, too: version v+1, v+2, ...       |
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one worker) -> FULL -> LEARNING -> FREE     exactly one owner at any time
+
+Where to edit: the environment and a wrapper in `make_envs` (one more part of an observation needs no other edit), a
+metric in `OWN_SUMS`, the network and a mask of actions in `Agent`, a loss and what it needs in `appo_loss`; another
+optimiser in `Learner`, and in `save_checkpoint` and `load_checkpoint`.
 
 Words: a *worker* is one actor process with its environments. A *row* is one environment's endless stream of experience;
 a worker's rows ask for actions together. A *slot* is room for one rollout (T steps of one row), a *block* is the slots
@@ -97,7 +102,7 @@ class UserError(Exception):
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass
@@ -115,14 +120,14 @@ class Args:
     # --- sampling
     num_envs: int = 32  # environments, which the workers share out evenly; learning depends on these, not on workers
     num_workers: int | None = None
-    """actor processes; None: at most one a core, with CUDA two (one steps while the other waits for actions); 0 runs
-    one as a thread, for debugging, and implies --sync"""
-    sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
+    """actor processes; None: as many as divide num_envs, at most one a core, with CUDA two (one steps while the other
+    waits for actions); 0 runs one as a thread, for debugging, and implies --sync"""
+    sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: int = 256  # samples per optimiser step, about: a batch is of whole rollouts
-    num_epochs: int = 4  # passes over an iteration's rollouts; with --sync the ratio is 1 in its first optimiser step
+    num_epochs: int = 4  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
     learning_rate: float = 2e-3  # of Adam
     anneal_lr: bool = False  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
@@ -247,13 +252,13 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     try:
         return gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=mode)
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
-        if isinstance(error, TypeError) and "required" not in str(error):
+        if isinstance(error, TypeError) and "__init__() missing" not in str(error):
             raise  # it is a mistake in the environment
         raise UserError(
             f"--env-id {args.env_id}: {error} (the module that registers it is named, too, as in ale_py:ALE/Pong-v5; "
             "arguments that it needs are given in `make_envs`)"
         ) from None
-    except OSError as error:  # is no one-line sentence, as those of our own files are
+    except OSError as error:  # of the environment: with a traceback, unlike those of our own files, see `main`
         raise RuntimeError(f"--env-id {args.env_id} cannot be made") from error
 
 
@@ -376,9 +381,11 @@ class Agent(nn.Module):
     """Convolutions for each image and two layers of `vector_size` (tanh) for all vectors, joined, then a recurrent
     core, if asked for, then value and logits. Weights orthogonal with CleanRL's gains.
 
-    A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
-    row; 0 for none), `critic` (a PopArt), `normalizers` by name, and `forward`; each parameter has a gradient, and
-    `forward` changes nothing. Flags of this network: rnn_type, hidden_size, vector_size."""
+    A network of your own takes (spaces, args), and has `heads` (of Spaces), `state_size` (floats of recurrent state for
+    each row, 0 for none), `critic` (a PopArt), `normalizers` (which the learner updates) by name of the observation's
+    part, and `forward`, which changes nothing. To forbid actions, give `masked_fill(obs["obs/NAME"] == 0, -torch.inf)`
+    of the logits; each head must keep an action, at an episode's last observation, too. Flags of this network:
+    rnn_type, hidden_size, vector_size."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
@@ -488,8 +495,9 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     [time, rollout, ...]. Returns the loss, the targets float32 [T, B], and metrics, on the device.
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
-    of acting is a field of `Rollouts`, written in `Inference.act`; if it comes from the environment, it is one of
-    `Mailbox`, too, written in `WorkerEnvs.step` and copied in `Inference.store`."""
+    of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also let
+    through in `NamedArrays.step`, a field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store`
+    (of a step's outcome to t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
     choices = distributions(logits[:-1], agent.heads)
@@ -498,9 +506,15 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
-    clips = (args.vtrace_rho, args.vtrace_c)
     vs, advantages = vtrace(
-        ratio.detach(), values.detach(), batch.rewards, discounts, valid, *clips, args.vtrace_lambda
+        ratio.detach(),
+        values.detach(),
+        batch.rewards,
+        discounts,
+        valid,
+        args.vtrace_rho,
+        args.vtrace_c,
+        args.vtrace_lambda,
     )
     targets = vs[:-1]
     values = values[:-1]
@@ -541,15 +555,15 @@ def rows_per_worker(args: Args) -> int:
 
 
 def slice_of(args: Args, i: int) -> slice:
-    """The rows of worker i, or the slots of block i, of which there are as many."""
+    """The rows of worker i, or the slots of block i: a block has as many slots as a worker has rows."""
     n = rows_per_worker(args)
     return slice(i * n, i * n + n)
 
 
 def num_blocks(args: Args) -> int:
-    """Two for each worker: while an iteration's are LEARNING, every worker has another to fill. No deadlock: if none is
-    FILLING or LEARNING, fewer than an iteration's are FULL, so every worker finds a FREE one. --sync has one for each
-    worker: none is FREE until the iteration's last step is made. That is all that --sync is."""
+    """Two for each of W workers: while W are LEARNING, every worker has another to fill. No deadlock: while the learner
+    waits, fewer than W are FULL and none is LEARNING, so W others are FREE or FILLING. --sync has one for each worker:
+    none is FREE until the iteration's last step is made. That is all that --sync is."""
     sync = args.sync or args.num_workers == 0
     return max(1, args.num_workers) * (1 if sync else 2)
 
@@ -564,7 +578,7 @@ def zeros_for(spaces: Spaces, *shape, device="cpu"):
 
 
 def of_each(function, fields):
-    """What function(field) is of each field, in dicts like the given one, by the names of its fields."""
+    """The same dict, with function(field) in the place of each field, also in the dicts in it."""
     if isinstance(fields, dict):
         return {name: of_each(function, field) for name, field in fields.items()}
     return function(fields)
@@ -579,7 +593,7 @@ class Mailbox:
         # written by the actor, between a reply and its next request
         self.obs = zeros_for(spaces, rows)  # the current observation
         self.reward = torch.zeros(rows)  # of the action before it
-        self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
+        self.terminated = torch.zeros(rows, dtype=torch.bool)  # the action before it ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
         self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
         # written by inference, between a request and its reply
@@ -596,7 +610,7 @@ class Rollouts:
     device. `Learner.gather` copies every field, of either kind. Rewards and log-probabilities start as NaN: were a slot
     read before it is written, the loss would say so.
 
-    A block of slots is FILLING from when its worker takes it until the rollouts are complete, then FULL (both in
+    A block of slots is FILLING from when its worker gets it until the rollouts are complete, then FULL (both in
     `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
     makes it FREE."""
 
@@ -644,7 +658,7 @@ class WorkerEnvs:
         zeros = np.zeros(len(first))
         own_sums = [info.get(name, zeros) for name in OWN_SUMS]
         self.sums += np.stack([reward, zeros + 1, *own_sums], axis=-1)
-        self.sums[first] = 0  # it was no step
+        self.sums[first] = 0  # what only resets does not count
         episode = self.sums * self.over[:, None]
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
 
@@ -669,9 +683,11 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     """Body of an actor. It sends None when its rows are written, and receives None when their actions are. A string is
     a traceback. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
-        os.setpgrp()  # Ctrl-C is for the main process. No session of its own: then `nice` would not count beside others
+        os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)  # a job's SIGTERM comes to all; programs would inherit SIG_IGN
+            signal.signal(
+                number, lambda *_: None
+            )  # a job's SIGTERM comes to all. SIG_IGN would be inherited by programs
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         torch.set_num_threads(1)
         seed_generators(seed)
@@ -716,8 +732,8 @@ class Inference:
     """Serves the workers that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
     the memory, the pipes and the queue between itself, the actors and the learner.
 
-    It acts with the learner's own network. Who acts with it, or changes it, holds the lock until the device has done
-    it, so no action comes from half an update. The learner computes loss and gradient without the lock: nobody else
+    It acts with the learner's own network. Acting with it and changing it both hold the lock until the device is done:
+    no action comes from half an update. The learner computes loss and gradient without the lock: nobody else
     changes the network. Blocks, too, change hands only when the host has waited for what it had asked to be done with
     them: there are no events between the two streams."""
 
@@ -730,7 +746,7 @@ class Inference:
         workers = max(1, args.num_workers)
         blocks = [slice_of(args, i) for i in range(num_blocks(args))]
         self.shared_mailbox = Mailbox(spaces, args.num_envs)
-        self.mailbox = self.shared_mailbox.numpy()
+        self.mailbox = self.shared_mailbox.numpy()  # the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
         self.state = torch.zeros(args.num_envs, agent.state_size, device=device)
         self.filling = dict(enumerate(blocks[:workers]))  # by worker; without an entry it waits for a FREE block
@@ -924,7 +940,7 @@ class Learner:
         with self.inference.lock:
             if last_epoch:  # every sample counts once
                 for name, normalizer in self.agent.normalizers.items():
-                    normalizer.update(batch.obs[name][:-1:4], valid[::4])  # of four steps in a row one is enough
+                    normalizer.update(batch.obs[name][:-1:4], valid[::4])  # every fourth step: neighbours hardly differ
             self.optimizer.step()
             if last_epoch:
                 self.agent.critic.update(targets, valid)
@@ -942,12 +958,13 @@ class Learner:
 # the actors end. What leads there is
 # - the last step: the loop is over;
 # - Ctrl-C or SIGTERM: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second signal
-#   ends the process at once; the actors find their pipes closed, as after kill -9);
+#   ends the process at once; the actors find their pipes closed when their step is over, as after kill -9);
 # - an actor's death or an exception in its environments, or an error in the inference thread: in the same way;
 # - an error in the learner: as it is.
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_LEAST = dict(num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0, hidden_size=1)
+AT_LEAST = dict(num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1, vector_size=1)
+AT_LEAST |= dict(seed=0, learning_rate=0, gamma=0, max_grad_norm=0)
 
 
 def check(args: Args):
@@ -971,9 +988,9 @@ def seed_generators(seed: int):
 
 def handle_signals(inference: Inference):
     """A signal is a message to the learner, so that no update is cut in two. Starts the fork server meanwhile: it
-    inherits that signals are ignored, and so do actors, until they are in a group of their own."""
+    ignores them, too, and so does an actor until it is in a process group of its own."""
 
-    def handler(number, frame):
+    def handler(*_):
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         inference.end_with(KeyboardInterrupt())
@@ -989,8 +1006,8 @@ def handle_signals(inference: Inference):
 
 @contextlib.contextmanager
 def running(inference: Inference):
-    """Context with the inference thread, and the actors with their environments. A resumed run, whose version is
-    another, has other episodes."""
+    """Context with the inference thread, and the actors with their environments, whose seeds depend on the version: a
+    resumed run has other episodes."""
     args = inference.args
     thread = threading.Thread(target=inference.run, name="inference", daemon=True)
     # fork is unsafe beside threads and CUDA; spawn costs 100 MB for each actor
