@@ -264,7 +264,7 @@ def someone_leaves(this_rank: bool) -> bool:
 
 
 def together(collect):
-    """A decorator of `Learner.collect`: it raises KeyboardInterrupt where another rank leaves, so all leave together."""
+    """A decorator of `Learner.collect`: KeyboardInterrupt where another rank leaves, so that all leave together."""
 
     def call(learner):
         blocks = None
