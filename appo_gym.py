@@ -212,7 +212,7 @@ class NamedArrays(gym.Wrapper):
                 continue
             array = as_array(name, space, part)
             if array.ndim == 1 and array.size >= IMAGE_SIDE**2:
-                gym.logger.warn(f"{name} becomes a vector of {array.size} numbers: only uint8 arrays become images")
+                gym.logger.warn(f"{name} becomes a vector of {array.size} numbers: images are uint8, 36 x 36 at least")
             low, high = (0, 255) if array.dtype == np.uint8 else (-np.inf, np.inf)
             spaces[name] = gym.spaces.Box(low, high, array.shape, array.dtype.type)
         self.observation_space = gym.spaces.Dict(spaces)

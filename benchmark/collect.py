@@ -8,8 +8,8 @@
 
 A folder's name is the name of the run: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves.
 
-Seconds of a curve count from a run's first line of log to each report, so they include the start of the games; CleanRL's count from its
-first episode. Rates leave out the first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its
+Seconds of a curve count from a run's first line of log to each report, so they include the start of the games; those of appo_gym.py, which
+has no log, from the start of its actors, CleanRL's from its first episode. Rates leave out the first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its
 reward scale; on its battle, where they are shaped, the kills in its TensorBoard stand for them.
 """
 
@@ -39,20 +39,28 @@ def machine_and_engines() -> dict[str, str | int]:
     return found
 
 
+def used_args(folder: Path) -> dict:
+    """What a run of ours was trained with; a file that has no other precision computes in float32."""
+    cfg = json.loads((folder / "cfg.json").read_text())
+    return dict(precision="float32") | (cfg["resolved"] if "resolved" in cfg else cfg["args"])  # "resolved" is of the first core
+
+
 def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tuple[float, int, float | None]]:
-    """steps, returns: tags. Seconds count from the first line of log.txt where there is one, else from the first event; of a resumed
-    run the time between its sessions is left out, and so is what it reported of steps that were lost with the last session."""
+    """steps, returns: tags. Seconds count from the first line of log.txt where there is one, else from the first event: of ours its args,
+    of others a scalar. Of a resumed run the time between its sessions is left out, and so is what it reported of steps that were lost with
+    the last session."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    points = []
+    points, args = [], []
     for file in sorted(folder.rglob("events.out.tfevents*")):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        args += events.Tensors("args/text_summary") if "args/text_summary" in events.Tags()["tensors"] else []
         if steps in (tags := events.Tags()["scalars"]):  # a short run may have ended no episode
             values = {event.step: event.value for event in events.Scalars(returns)} if returns in tags else {}
             points += [(event.wall_time, event.step, values.get(event.step)) for event in events.Scalars(steps)]
     log = folder / "log.txt"
     first = log.read_text()[:19] if log.exists() else None
-    start = datetime.datetime.strptime(first, "%Y-%m-%d %H:%M:%S").timestamp() if first else points[0][0]
+    start = datetime.datetime.strptime(first, "%Y-%m-%d %H:%M:%S").timestamp() if first else args[0].wall_time if args else points[0][0]
     between, last, result = 0.0, start, []
     for time, step, value in points:
         if time - last > 60 and result:  # reports come every few seconds
@@ -155,7 +163,7 @@ def rate_of(folder: Path, unit: str) -> dict[str, int | str]:
     (begin, first, _), (end, last, _) = points[0], points[-1]
     rate = {unit: round(frames_of_step * (last - first) / (end - begin)), "window_seconds": round(end - begin)}
     if (folder / "cfg.json").exists():  # ours
-        used = json.loads((folder / "cfg.json").read_text())["resolved"]
+        used = used_args(folder)
         rate |= {name: used[name] for name in ("device", "precision", "batch_size")}
     return rate
 

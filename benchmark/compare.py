@@ -3,11 +3,13 @@
     python benchmark/compare.py --out FILE.json "old: python ../old/appo_doom.py --env-id battle" "new: python appo_doom.py --env-id battle"
 
 Each round runs each command once, each round in another order. A rate is by TensorBoard's clock, from a run's third report on, summed over the
-policies of a population. Ratios are to the first command. Nothing else may run on the machine.
+policies of a population. Ratios are to the first command. A file without --train-for-seconds is ended by SIGINT, with START_UP more seconds
+from when it was started. Nothing else may run on the machine.
 """
 
 import json
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +22,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dummy_sampler import machine  # noqa: E402
 
+START_UP = 10.0  # seconds, about
+
 
 @dataclass
 class Options:
@@ -29,13 +33,30 @@ class Options:
     seconds: float = 40.0  # of training in each run
 
 
+def train(command: str, seconds: float, folder: str) -> None:
+    """Raises subprocess.CalledProcessError."""
+    words = [*shlex.split(command), "--total-timesteps", "1000000000", "--train-dir", folder, "--experiment", "run"]
+    knows_time = any("train_for_seconds" in Path(word).read_text() for word in words if word.endswith(".py"))
+    flags = ["--train-for-seconds", str(seconds)] if knows_time else []
+    process = subprocess.Popen(words + flags, stdout=subprocess.DEVNULL)
+    try:
+        code = process.wait(None if knows_time else seconds + START_UP)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        code = process.wait()
+        code = 0 if code == 130 else code
+    finally:
+        process.kill()  # if it still runs
+    if code:
+        raise subprocess.CalledProcessError(code, words)
+
+
 def rate(command: str, seconds: float) -> float:
     """Frames per second of one run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--train-for-seconds", str(seconds), "--total-timesteps", "1000000000", "--train-dir", folder, "--experiment", "run"]
-        subprocess.run(shlex.split(command) + flags, check=True, stdout=subprocess.DEVNULL)
+        train(command, seconds, folder)
         total, run = 0.0, Path(folder, "run")
         for place in sorted(run.glob("policy_*")) or [run]:
             events = EventAccumulator(str(place)).Reload()

@@ -45,7 +45,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
-from collect import machine_and_engines  # noqa: E402
+import parts  # noqa: E402
+from collect import machine_and_engines, used_args  # noqa: E402
 
 ENV_IDS = dict(doom="benchmark", atari="Breakout-v5", atari_replay="Breakout-v5", mujoco="HalfCheetah-v5", pbt_doom="benchmark",
                dmlab="rooms_collect_good_objects_train")  # fmt: skip
@@ -122,16 +123,15 @@ def train(options: Options, limit: float, family: str, **flags) -> dict:
             sps += (steps[-1].step - steps[0].step) / (end - begin)
             values = {tag: [event.value for event in events.Scalars(tag)[2:]] for tag in tags}
             found = {tag: statistics.mean(numbers) for tag, numbers in values.items() if numbers}
-        resolved = json.loads((folder / "cfg.json").read_text())["resolved"]
+        used = used_args(folder)
     if not all(math.isfinite(value) for value in found.values()):
         raise ValueError(f"not finite: {found}")
-    result = dict(frames_per_second=round(resolved["frameskip"] * sps), lag=round(found["lag/mean"], 2),
+    result = dict(frames_per_second=round(used["frameskip"] * sps), lag=round(found["lag/mean"], 2),
                   learner_learns=round(1 - found["stats/learner_wait"], 3),
                   inference_waits_for_games=round(found["stats/inference_idle"], 3),
                   inference_waits_for_slots=round(found["stats/inference_blocked"], 3),
                   rows_in_an_inference_batch=round(found["stats/inference_batch"], 1))  # fmt: skip
-    result |= {key: resolved[key] for key in ("worker_num_splits", "batch_size", "num_envs_per_worker")}
-    result["precision"] = resolved.get("precision", "float32")
+    result |= {key: used[key] for key in ("worker_num_splits", "batch_size", "num_envs_per_worker", "precision")}
     if window := [sample[1:] for sample in samples if begin <= sample[0] <= end]:
         busy, used = np.mean(window, axis=0)
         result |= dict(gpu_busy=round(busy, 2), gpu_memory_gib=round(used / 1024, 1))
@@ -155,29 +155,16 @@ def profile(options: Options, family: str) -> dict:
     """One batch of inference with the rows of one split of all workers, and one iteration of the learner, over random numbers: what the
     host asks of the GPU for them, and how long both take. Everything else stands still meanwhile."""
     appo = importlib.import_module(f"appo_{family}")
-    args = appo.resolve(appo.Args(env_id=ENV_IDS[family], device=options.device, num_workers=options.num_workers,
-                                  num_envs_per_worker=options.num_envs_per_worker))  # fmt: skip
-    device, spaces = torch.device(args.device), appo.spaces_of(args)
+    device = torch.device(options.device)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device.index or 0)
-    agent = appo.Agent(spaces, args).to(device)
-    inference = appo.Inference(args, spaces, agent, device)
-    learner, r = appo.Learner(args, agent, inference, device), inference.rollouts
-    for images in (inference.mailbox.obs["obs"], r.obs["obs"]):
-        images.random_(0, 255)
-    r.logprobs.fill_(-2.2), r.values.fill_(0.0)
-    r.rewards[:], r.first[:] = 0, np.random.random(r.first.shape) < 1 / 300  # where episodes begin a recurrent core is called anew
+    learner = parts.build(appo, ENV_IDS[family], options.device, num_workers=options.num_workers,
+                          num_envs_per_worker=options.num_envs_per_worker)  # fmt: skip
+    args, inference, first = learner.args, learner.inference, learner.inference.rollouts.first
+    first[:] = np.random.random(first.shape) < 1 / 300  # where episodes begin a recurrent core is called anew
     groups = list(range(0, args.num_workers * args.worker_num_splits, args.worker_num_splits))
-    count, slots = args.num_batches_per_epoch * args.batch_size // args.rollout, r.first.shape[1]
-
-    def learn() -> None:
-        learner.iterate(np.random.permutation(slots)[:count])
-
-    def act() -> None:
-        for group in groups:
-            inference.t[group], inference.filling[group] = 1, np.arange(group * inference.size, (group + 1) * inference.size)
-        inference.act(groups)
+    act, (samples, learn) = parts.acting(inference, groups), parts.iteration(appo, learner)
 
     def measure(function) -> dict:
         times = []
@@ -202,15 +189,19 @@ def profile(options: Options, family: str) -> dict:
                     launches=calls(r"cu(da)?LaunchKernel\w*"), copies_and_fills=calls(r"cu(da)?Mem(cpy|set)\w*"),
                     waits=calls(r"cu(da)?(Stream|Event)Synchronize"), operators=calls(r"aten::.*"))  # fmt: skip
 
-    streams = [appo.own_stream(device, args.inference_threads, -1), appo.own_stream(device, args.learner_threads)]
+    if parts.is_first_core(appo):
+        streams = [appo.own_stream(device, args.inference_threads, -1), appo.own_stream(device, args.learner_threads)]
+    else:
+        streams = [appo.own_stream(device, -1), appo.own_stream(device)]
     if cuda:
         torch.cuda.synchronize()
     result = dict(precision=args.precision)
-    for key, function, stream in zip(("inference", "learner"), (torch.inference_mode()(act), learn), streams):
+    for key, function, stream in zip(("inference", "learner"), (act, learn), streams):
         with stream:
             result[key] = measure(function)
-    inference.unpin()
-    result["inference"]["samples"], result["learner"]["samples"] = len(groups) * inference.size, count * args.rollout
+    if parts.is_first_core(appo):
+        inference.unpin()
+    result["inference"]["samples"], result["learner"]["samples"] = len(groups) * parts.rows_of_group(inference), samples
     return result
 
 
@@ -246,8 +237,7 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     end, results = time.monotonic() + 60 * options.minutes - 10, {}
     if options.num_workers is None:
-        appo = importlib.import_module("appo_doom")
-        options.num_workers = appo.resolve(appo.Args(device="cpu")).num_workers
+        options.num_workers = importlib.import_module("appo_doom").num_cores()
     about = dict(device=options.device, workers=options.num_workers, seconds=options.seconds)
     machine = machine_and_engines() | about  # which takes half a GiB of the GPU's memory for itself
     two, one, float32 = dict(worker_num_splits=2), dict(worker_num_splits=1), dict(worker_num_splits=2, precision="float32")

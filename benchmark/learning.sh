@@ -59,7 +59,7 @@ basic() {  # ViZDoom's basic, three seeds of ours and of Sample Factory: 25 minu
 
 # To lay beside `basic`. Expected: 75 within 120,000 steps, later than without --sync.
 sync() {  # basic with --sync, three seeds: 7 minutes
-    table "$three" sync.csv --goals 75 --settings "sync: sync batch-size=1024" -- python appo_doom.py --env-id basic \
+    table "$three" sync.csv --goals 75 --settings "sync: sync" -- python appo_doom.py --env-id basic \
         --total-timesteps 160000
 }
 
@@ -162,7 +162,7 @@ settings_way_home() {  # my_way_home with two learning rates: 6 minutes
 
 # Why --sync is slower: without PPO's clip asynchronous training suffers as well, and a second epoch, in which the clip acts, mends --sync.
 settings_sync() {  # basic with --sync, without the clip, and with a second epoch: 26 minutes
-    table "$three" seeds_sync.csv --goals 0 50 75 --settings "" "sync batch-size=1024" clip-coef=10 "sync batch-size=1024 num-epochs=2" \
+    table "$three" seeds_sync.csv --goals 0 50 75 --settings "" sync clip-coef=10 "sync num-epochs=2" \
         -- python appo_doom.py --env-id basic --total-timesteps 90000
 }
 

@@ -22,7 +22,7 @@ Of matches (pbt_doom) only `bare` and `dummy` are measured. There `bare` is a th
 hang after a few hundred tics.
 
 Gymnasium and MuJoCo (microseconds): `environments` is what make_envs returns, stepped in this process, `worker` that and all else that an
-actor does. `act` and `iteration` are also timed, by the clock, in runs of three windows: there the two threads share Python's lock.
+actor does, and writing the actions. `act` and `iteration` are also timed, by the clock, in runs of three windows: there the two threads share Python's lock.
 
 Replay (milliseconds): `act` without replay, with the logits stored (uniform), and with the features, too (elite); `gather` and `learn`
 without what is replayed and with it. `choose` is all of `Learner.choose_replayed` at the beginning of a run, with six candidates for each
@@ -37,7 +37,9 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -48,7 +50,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.multiprocessing as mp
@@ -58,6 +59,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from collect import machine_and_engines  # noqa: E402
 
 import dummy_sampler  # noqa: E402
+import evaluate  # noqa: E402
 
 ENVIRONMENTS = dict(gym=("CartPole-v1", "LunarLander-v3", "minigrid:MiniGrid-Empty-8x8-v0"), mujoco=("HalfCheetah-v5", "Ant-v5"))
 
@@ -90,15 +92,28 @@ class Options:
 # ---- the parts of every file
 
 
+def is_first_core(appo) -> bool:
+    return hasattr(appo, "resolve")
+
+
 def build(appo, env_id: str, device: str, **flags):
     """A learner with its inference, whose rollouts and mailbox are full of random numbers."""
-    args = appo.resolve(appo.Args(env_id=env_id, device=device, **flags))
+    args = appo.Args(env_id=env_id, device=device, **flags)
+    if is_first_core(appo):
+        args = appo.resolve(args)
     torch.manual_seed(0)
     spaces, device = appo.spaces_of(args), torch.device(args.device)
     agent = appo.Agent(spaces, args).to(device)
-    learner = appo.Learner(args, agent, appo.Inference(args, spaces, agent, device), device)
-    r = learner.inference.rollouts
-    for field in (*learner.inference.mailbox.obs.values(), *r.obs.values()):
+    inference = appo.Inference(args, spaces, agent, device)
+    # With version 0 the first iteration only begins the inputs' statistics
+    if is_first_core(appo):
+        learner, mailbox = appo.Learner(args, agent, inference, device), inference.mailbox
+        learner.version = 1
+    else:
+        learner = appo.Learner(args, *([] if inference.agent is agent else [agent]), inference)
+        mailbox, inference.version, args.max_policy_lag = inference.shared_mailbox, 1, np.inf  # these rollouts never get younger
+    r = inference.rollouts
+    for field in (*mailbox.obs.values(), *r.obs.values()):
         if field.dtype == torch.uint8:
             field.random_(0, 255)
         elif field.is_floating_point():
@@ -106,19 +121,26 @@ def build(appo, env_id: str, device: str, **flags):
     for name in ("actions", "gaussians", "logits", "features"):  # of which some files do not have all
         if (field := getattr(r, name, None)) is not None and field.is_floating_point():
             field.normal_()
-    r.logprobs.fill_(-1.4), r.values.fill_(0.0)
-    r.rewards[:], learner.version = 0, 1  # with version 0 the first iteration only begins the inputs' statistics
+    r.logprobs.fill_(-1.4)
+    r.rewards[:] = 0
+    if hasattr(r, "values"):
+        r.values.fill_(0.0)
     return learner
+
+
+def rows_of_group(inference) -> int:
+    return len(inference.state) // len(inference.t)
 
 
 def acting(inference, groups: list[int] | None = None):
     """One batch of inference with the rows of these groups, or with all rows."""
-    groups = groups or list(range(len(inference.t)))
+    groups, n = groups or list(range(len(inference.t))), rows_of_group(inference)
 
     @torch.inference_mode()
     def act() -> None:
         for group in groups:
-            inference.t[group], inference.filling[group] = 1, np.arange(group * inference.size, (group + 1) * inference.size)
+            slots = slice(group * n, group * n + n)
+            inference.t[group], inference.filling[group] = 1, slots if isinstance(inference.filling, dict) else np.r_[slots]
         inference.act(groups)
 
     return act
@@ -127,22 +149,32 @@ def acting(inference, groups: list[int] | None = None):
 def learning(appo, learner, samples: int) -> dict:
     """Name -> (samples, function)."""
     slots = np.arange(samples // learner.args.rollout)
-    batch = learner.gather(slots, learner.version)
+    version = [learner.version] if is_first_core(appo) else []
+    batch = learner.gather(slots, *version)
     ones = torch.ones_like(batch.rewards)
     values = torch.zeros(len(ones) + 1, ones.shape[1], device=ones.device)
     last_epoch = [True] * (learner.update.__code__.co_argcount - 2)  # an argument where values have units of their own
     return {
-        f"gather {samples}": (samples, lambda: learner.gather(slots, learner.version)),
+        f"gather {samples}": (samples, lambda: learner.gather(slots, *version)),
         f"learn {samples}": (samples, lambda: learner.update(batch, *last_epoch)),
-        f"vtrace {samples}": (samples, lambda: appo.vtrace(ones, values, ones, ones, batch.mask, 1.0, 1.0, 0.95)),
+        f"vtrace {samples}": (samples, lambda: appo.vtrace(ones, values, ones, ones, getattr(batch, "mask", ones), 1.0, 1.0, 0.95)),
     }
 
 
-def iteration(learner) -> tuple:
+def iteration(appo, learner) -> tuple:
     """All that the learner does with the rollouts of an iteration: (samples, function)."""
-    args, slots = learner.args, learner.inference.rollouts.first.shape[1]
-    count = args.num_batches_per_epoch * args.batch_size // args.rollout
-    return count * args.rollout, lambda: learner.iterate(np.random.permutation(slots)[:count])
+    args, inference = learner.args, learner.inference
+    if is_first_core(appo):
+        slots, count = inference.rollouts.first.shape[1], args.num_batches_per_epoch * args.batch_size // args.rollout
+        return count * args.rollout, lambda: learner.iterate(np.random.permutation(slots)[:count])
+    blocks = [appo.slice_of(args, i) for i in range(appo.num_blocks(args))]
+    count = appo.blocks_per_iteration(args) if hasattr(appo, "blocks_per_iteration") else len(inference.pipes)
+
+    def iterate() -> None:
+        learner.iterate(random.sample(blocks, count))
+        inference.returned.recv()  # which nobody else does: the pipe would be full
+
+    return count * rows_of_group(inference) * args.rollout, iterate
 
 
 def timed(parts: dict, options: Options, unit: float = 1e6) -> dict[str, float]:
@@ -175,8 +207,8 @@ def doom_steps(envs, actions):
                     env.game.new_episode()
                     env.tics = 0
                 else:
-                    env.game.make_action(buttons[action[i]], env.frameskip)
-                    env.tics += env.frameskip
+                    env.game.make_action(buttons[action[i, 0]], env.args.frameskip)
+                    env.tics += env.args.frameskip
                 finished = env.game.is_episode_finished()
                 ended[i] = finished or env.tics >= env.scenario.time_limit
                 if not finished:
@@ -282,7 +314,7 @@ def bare(options: Options, args) -> list[float]:
 
 def with_games(options: Options, appo, args, sampling) -> dict:
     """Games in processes of their own, and the network."""
-    if options.file != "pbt_doom" and not isinstance(appo.make_envs(args, 1).single_action_space, gym.spaces.Discrete):
+    if options.file != "pbt_doom" and len(appo.spaces_of(args).heads) > 1:
         sys.exit(f"error: {args.env_id} has several heads of actions; the bare loop presses one button at a time")
     rates, matches = dict(bare=[], dummy=[], random=[]), options.file == "pbt_doom"
     for _ in range(options.repeats):
@@ -296,11 +328,13 @@ def with_games(options: Options, appo, args, sampling) -> dict:
         return result
     parts = {}
     for n in (8, 16, 32, 64):
-        learner = build(appo, args.env_id, options.device, num_workers=1, num_envs_per_worker=n, batch_size=1024)
-        parts[f"inference, batch {n}"] = n, acting(learner.inference)
+        one = build(appo, args.env_id, options.device, num_workers=1, num_envs_per_worker=n, batch_size=1024)
+        parts[f"inference, batch {n}"] = n, acting(one.inference)
+        if n == 16:  # its iterations are one batch
+            learner = one
     for name, part in learning(appo, learner, 1024).items():
         parts[name.replace(" ", ", batch ")] = part
-    parts["learning, batch 1024"] = iteration(learner)
+    parts["learning, batch 1024"] = iteration(appo, learner)
     times = {name: round(value, 5) for name, value in timed(parts, options, unit=1000).items()}
     simulation = round(1000 * args.num_workers * args.frameskip / statistics.median(rates["bare"]), 3)
     total = simulation + times["inference, batch 16"] + times["learning, batch 1024"]
@@ -337,32 +371,44 @@ def numbers_of_games(options: Options, appo, args, sampling) -> list[dict]:
 
 def small_environments(options: Options, appo, env_id: str) -> dict[str, float]:
     """Microseconds a sample of each part."""
-    learner = build(appo, env_id, options.device, num_workers=2, num_envs_per_worker=options.num_envs_per_worker, worker_num_splits=1)
-    inference, n = learner.inference, options.num_envs_per_worker
-    worker = appo.WorkerEnvs(learner.args, 0, inference.arrays, seed=1)
-    worker.reset(0)
-    envs = worker.splits[0]
+    n, splits = options.num_envs_per_worker, dict(worker_num_splits=1) if is_first_core(appo) else {}
+    learner = build(appo, env_id, options.device, num_workers=2, **of_each_worker(appo, n), **splits)
+    inference = learner.inference
+    games = evaluate.Games(appo, learner.args, n, draws=False)
+    games.reset()
+    envs = games.envs
     envs.action_space.seed(1)
     actions = [envs.action_space.sample() for _ in range(100)]
     parts = {
         "environments": (n, lambda: envs.step(actions[np.random.randint(100)])),
-        "worker": (n, lambda: worker.step(0)),
+        "worker": (n, lambda: games.step(actions[np.random.randint(100)].reshape(n, -1))),
         f"act, {n} rows": (n, acting(inference, [0])),
         f"act, {2 * n} rows": (2 * n, acting(inference, [0, 1])),
         **learning(appo, learner, learner.args.batch_size),
-        "iteration": iteration(learner),
+        "iteration": iteration(appo, learner),
     }
     result = timed(parts, options)
-    worker.close()
+    games.close()
     for how, sync in (("in turn (--sync)", True), ("side by side", False)):
         found = in_a_run(options, appo, env_id, sync)
         result |= {f"{name}, in a run, {how}": microseconds for name, microseconds in found.items()}
     return {name: round(microseconds, 2) for name, microseconds in result.items()}
 
 
+def of_each_worker(appo, games: int) -> dict:
+    """The flag for so many games in each of two workers."""
+    return dict(num_envs=2 * games) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=games)
+
+
 def in_a_run(options: Options, appo, env_id: str, sync: bool) -> dict[str, float]:
     """Microseconds a sample, by the clock, of inference and of the learner's iterations in a run of three windows."""
-    seconds, samples = Counter(), Counter()
+    seconds, samples, starts = Counter(), Counter(), []
+    by_itself = hasattr(appo.Args, "train_for_seconds")  # it ends after so many
+    flags = of_each_worker(appo, options.num_envs_per_worker)
+    if is_first_core(appo):
+        flags |= dict(learner_threads=1, inference_threads=1)
+    if by_itself:
+        flags |= dict(train_for_seconds=3 * options.seconds)
 
     def watched(cls, method: str, name: str, count) -> None:
         function = getattr(cls, method)
@@ -372,18 +418,23 @@ def in_a_run(options: Options, appo, env_id: str, sync: bool) -> dict[str, float
             result = function(self, batch)
             seconds[name] += time.perf_counter() - start
             samples[name] += count(self, batch)
+            if name == "iteration" and not by_itself:
+                starts.append(start)
+                if start - starts[0] > 3 * options.seconds:
+                    self.inference.end_with(KeyboardInterrupt())
             return result
 
         setattr(cls, method, call)
 
-    own = appo.Inference.act, appo.Learner.iterate
-    watched(appo.Inference, "act", "act", lambda inference, groups: len(groups) * inference.size)
-    watched(appo.Learner, "iterate", "iteration", lambda learner, slots: len(slots) * learner.args.rollout)
+    handler, own = signal.getsignal(signal.SIGINT), (appo.Inference.act, appo.Learner.iterate)
+    watched(appo.Inference, "act", "act", lambda inference, groups: len(groups) * rows_of_group(inference))
+    watched(appo.Learner, "iterate", "iteration", lambda learner, taken: len(np.r_[*taken]) * learner.args.rollout)  # slots or blocks
     with tempfile.TemporaryDirectory() as folder:
-        args = appo.Args(env_id=env_id, num_workers=2, num_envs_per_worker=options.num_envs_per_worker, device=options.device, sync=sync,
-                         learner_threads=1, inference_threads=1, train_for_seconds=3 * options.seconds, total_timesteps=10**9)  # fmt: skip
+        args = appo.Args(env_id=env_id, num_workers=2, device=options.device, sync=sync, total_timesteps=10**9, **flags)
         appo.train(args, Path(folder) / "run")
     appo.Inference.act, appo.Learner.iterate = own
+    signal.signal(signal.SIGINT, handler)
+    torch.set_num_threads(1)
     return {name: 1e6 * seconds[name] / samples[name] for name in seconds}
 
 
@@ -422,7 +473,8 @@ def replay_parts(options: Options, appo) -> dict:
 def main() -> None:
     options = tyro.cli(Options)
     appo = importlib.import_module("appo_atari_replay" if options.file == "replay" else f"appo_{options.file}")
-    options.num_envs_per_worker = options.num_envs_per_worker or appo.Args.num_envs_per_worker
+    own = appo.Args.num_envs // 2 if hasattr(appo.Args, "num_envs") else appo.Args.num_envs_per_worker
+    options.num_envs_per_worker = options.num_envs_per_worker or own
     for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # glibc keeps freed memory, as in `train`
         ctypes.CDLL(None).mallopt(option, value)
     torch.set_num_threads(1)  # as each thread has by default on two cores

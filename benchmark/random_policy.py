@@ -18,28 +18,28 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dummy_sampler import machine  # noqa: E402
+from evaluate import Games  # noqa: E402
 
 GAMES, EPISODES = 16, 7
 
 
 def random_returns(appo, env_id: str) -> np.ndarray:
     """[GAMES * EPISODES]"""
-    args = appo.resolve(appo.Args(env_id=env_id, device="cpu", num_workers=1, num_envs_per_worker=GAMES, worker_num_splits=1))
-    mailbox = appo.Mailbox(appo.spaces_of(args), GAMES).arrays()
-    envs = appo.WorkerEnvs(args, 0, mailbox, seed=1)
-    actions = envs.splits[0].action_space
+    count = dict(num_envs=GAMES) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=GAMES, worker_num_splits=1)
+    args = appo.Args(env_id=env_id, device="cpu", num_workers=1, **count)
+    games = Games(appo, appo.resolve(args) if hasattr(appo, "resolve") else args, GAMES, draws=False)  # only the first core resolves
+    actions = games.envs.action_space
     actions.seed(1)
     returns = [[] for _ in range(GAMES)]
     try:
-        envs.reset(0)
+        games.reset()
         while min(map(len, returns)) < EPISODES:
-            mailbox.action[:] = actions.sample().reshape(GAMES, -1)
-            envs.step(0)
-            for episodes, (score, _, length, *_) in zip(returns, mailbox.episode):
-                if length and len(episodes) < EPISODES:
-                    episodes.append(float(score))
+            games.step(actions.sample().reshape(GAMES, -1))
+            for episodes, episode in zip(returns, games.arrays.episode):
+                if episode[games.length] and len(episodes) < EPISODES:
+                    episodes.append(float(episode[0]))
     finally:
-        envs.close()
+        games.close()
     return np.ravel(returns)
 
 

@@ -49,7 +49,7 @@ compare() {  # NAME SECONDS "name: command"...; compare.py has rounds of its own
 # `benchmark`, GRU-512, inputs normalised, 32 games, rollout 32, batch 1024, one epoch, all in float32. Sample Factory has two splits,
 # normalises returns and uses GAE. Needs SF_PYTHON. Expected: 1.7 to 1.9 x.
 doom() {  # ViZDoom beside Sample Factory: 7 minutes
-    ours doom_ours 55 appo_doom.py --env-id benchmark --device cpu --precision "${precision:-float32}" --normalize-input --num-workers 2 \
+    ours doom_ours 55 appo_doom.py --env-id benchmark --device cpu --precision "${precision:-float32}" --num-workers 2 \
         --num-envs-per-worker 16 --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type gru
     sample_factory doom_sf 75 doom_benchmark
     collected=(rates peers_doom)
@@ -129,7 +129,7 @@ pufferlib() {  # Breakout beside PufferLib's trainer: 9 minutes
 # `benchmark` (GRU-512) and Breakout (Nature CNN), inputs normalised, rollout 32, batch 1024, one epoch, with more and more games a worker,
 # and a worker for each core; beside each the same games with random actions. Expected on 2 cores: training at 13 to 40 % of the games
 # alone, as the network takes the rest. Two rounds were published. WORKERS=16 for fewer workers than cores, GAMES="8 16 32 64", BATCH= for
-# the batch that the files choose by themselves.
+# the files' own batch.
 throughput() {  # training and the games alone, with 4 to 32 games a worker: 30 minutes
     local games family env_id workers=${WORKERS:-$(env -u OMP_NUM_THREADS nproc)} batch=${BATCH-1024}
     for games in ${GAMES:-4 8 16 32}; do
@@ -137,7 +137,7 @@ throughput() {  # training and the games alone, with 4 to 32 games a worker: 30 
             [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
             alone "$family-${games}_bare" --family $family --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games"
             ours "$family-${games}_ours" 45 appo_$family.py --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games" \
-                --rollout 32 --num-epochs 1 ${batch:+--batch-size "$batch"} --normalize-input
+                --rollout 32 --num-epochs 1 ${batch:+--batch-size "$batch"}
         done
     done
     collected=(rates throughput)
@@ -190,10 +190,10 @@ ladder() {  # one flag changed at a time: 37 minutes
     for family in doom atari; do
         [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
         same="python appo_$family.py --env-id $env_id --num-workers 2 --rollout 32 --batch-size 1024 --device cpu ${flags[*]}" more=()
-        [ $family = doom ] || more=("batch256: $same --batch-size 256" "plain: $same --no-normalize-input")
+        [ $family = doom ] || more=("threads2: $same --learner-threads 2" "batch256: $same --batch-size 256"
+            "plain: $same --no-normalize-input")
         compare ladder_$family 38 "default: $same" "splits2: $same --worker-num-splits 2" "games8: $same --num-envs-per-worker 8" \
-            "games32: $same --num-envs-per-worker 32" "ahead0: $same --max-batches-ahead 0" "threads2: $same --learner-threads 2" \
-            "${more[@]}"
+            "games32: $same --num-envs-per-worker 32" "ahead0: $same --max-batches-ahead 0" "${more[@]}"
     done
 }
 

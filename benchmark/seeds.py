@@ -50,7 +50,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from collect import machine_and_engines, read, read_events  # noqa: E402
+from collect import machine_and_engines, read, read_events, used_args  # noqa: E402
 
 COLUMNS = ["setting", "seed", "seconds", "step", "return"]
 
@@ -143,9 +143,8 @@ class Run:
             raise ValueError("no episode was over")
         about = dict(run=self.name, command=" ".join(self.command))
         if (self.folder / "cfg.json").exists():  # one of ours
-            resolved = json.loads((self.folder / "cfg.json").read_text())["resolved"]
             lag = statistics.mean(lag for _, _, lag in read_events(self.folder, "charts/SPS", "lag/mean"))
-            about |= dict(precision=resolved.get("precision", "float32"), lag=round(lag, 2))
+            about |= dict(precision=used_args(self.folder)["precision"], lag=round(lag, 2))
         about |= machine_and_engines()
         new = not out.exists()
         with open(out, "a", newline="") as file:

@@ -164,7 +164,7 @@ def test_an_observation_that_is_not_of_its_space(space, value, sentence):
     ("no_such_module:Mine-v0", "--env-id no_such_module:Mine-v0: No module named 'no_such_module'"),
     ("LunarLander-v3", "--env-id LunarLander-v3: Box2D is not installed"),
     ("Pendulum-v1", "(for a Box of actions: appo_mujoco.py)"),
-    ("Words-v0", "unsupported spaces, {} and Discrete(2)"),
+    ("Words-v0", "observations must have numbers"),
 ])  # fmt: skip
 def test_environments_that_it_does_not_take(env_id, sentence, monkeypatch):
     if env_id == "LunarLander-v3":
@@ -250,7 +250,7 @@ def test_rewards_and_flags_that_are_arrays_of_one_number(monkeypatch, one):
     assert played(monkeypatch, type("Own", (Odd,), dict(give=give)), 8) == [[3, 3]] * 4
 
 
-@pytest.mark.parametrize("place, name", enumerate(["reward", "terminated", "truncated"]))
+@pytest.mark.parametrize("place, name", list(enumerate(["reward", "terminated", "truncated"])))
 def test_of_more_numbers_it_says_which(monkeypatch, place, name):
     def give(self, *outcome):
         return [np.zeros(2) if i == place else value for i, value in enumerate(outcome)]
@@ -270,7 +270,7 @@ def test_a_metric_of_ones_own(monkeypatch):
 def test_an_image_of_floats_is_warned_of():
     env = Everything()
     env.observation_space = Box(0, 1, (40, 40, 3), np.float32)
-    with pytest.warns(UserWarning, match="obs becomes a vector of 4800 numbers: only uint8 arrays become images"):
+    with pytest.warns(UserWarning, match="obs becomes a vector of 4800 numbers: images are uint8, 36 x 36 at least"):
         appo_gym.NamedArrays(env)
 
 

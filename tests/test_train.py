@@ -341,12 +341,20 @@ def test_the_last_ones_are_kept(train, iterations, tmp_path, keep):
 
 
 def test_checkpoints_come_every_so_often(appo, train, tmp_path, monkeypatch):
-    clock = itertools.count(0.0, 40.0)
-    monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: next(clock))))
+    """An iteration takes a hundred seconds."""
+    clock, iterate = [0.0], appo.Learner.iterate
+    monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: clock[0])))
+
+    def slow(self, blocks):
+        clock[0] += 100
+        return iterate(self, blocks)
+
+    monkeypatch.setattr(appo.Learner, "iterate", slow)
     saved, save = [], appo.save_checkpoint
     monkeypatch.setattr(appo, "save_checkpoint", lambda folder, learner: (saved.append(learner.inference.version), save(folder, learner)))
-    assert train(save_every_sec=400.0, total_timesteps=400) == 0
-    assert 2 <= len(saved) < newest(tmp_path)["version"] / 2 and saved[-1] == newest(tmp_path)["version"]
+    assert train(save_every_sec=250.0) == 0
+    last = newest(tmp_path)["version"]
+    assert saved == [*range(3, last + 1, 3), last] and last > 9
 
 
 def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch, capsys):
@@ -405,9 +413,20 @@ def test_a_truncated_checkpoint_is_passed_over(appo, train, tmp_path, capsys):
 # ---- time and reports
 
 
-def test_a_time_limit_of_no_seconds_is_one(train, capsys, tmp_path):
-    assert train(train_for_seconds=0.0) == 0
-    assert "\ndone: 0 steps, " in capsys.readouterr().out and checkpoints(tmp_path) == []
+@pytest.mark.parametrize("limit, iterations", [(0.0, 1), (250.0, 4)])
+def test_a_time_limit_counts_from_the_end_of_the_first_iteration(appo, train, tmp_path, monkeypatch, limit, iterations):
+    """An iteration takes a hundred seconds. A time limit of no seconds is one, too."""
+    clock, iterate = [0.0], appo.Learner.iterate
+    monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: clock[0])))
+
+    def slow(self, blocks):
+        metrics = iterate(self, blocks)
+        clock[0] += 100
+        return metrics
+
+    monkeypatch.setattr(appo.Learner, "iterate", slow)
+    assert train(train_for_seconds=limit) == 0
+    assert newest(tmp_path)["version"] == iterations
 
 
 class Eleven(gym.Env):

@@ -58,7 +58,7 @@ def ours(env_id: str, seed: int, steps: int, goal: float, more: list[str]) -> di
         start, found = time.perf_counter(), dict(reached=False)
         with subprocess.Popen(command + flags, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             for line in process.stdout:
-                if line.startswith("up to"):
+                if line.startswith(f"{env_id}: "):  # its actors start now
                     learning = time.perf_counter()
                 if match := re.match(r"step ([\d,]+): return (-?[\d.]+),", line):
                     now = time.perf_counter()
@@ -80,7 +80,7 @@ def stable_baselines3(python: str, env_id: str, seed: int, *flags: str) -> dict:
 
 def bare(env_id: str, seconds: float = 5.0) -> float:
     """Steps/s of one worker's environments with random actions, in this process."""
-    envs = appo_gym.make_envs(appo_gym.Args(env_id=env_id), appo_gym.Args.num_envs_per_worker)
+    envs = appo_gym.make_envs(appo_gym.Args(env_id=env_id), appo_gym.Args.num_envs // 2)
     envs.reset(seed=1)
     actions, steps, start = [envs.action_space.sample() for _ in range(1000)], 0, time.perf_counter()
     while (passed := time.perf_counter() - start) < seconds:
