@@ -22,7 +22,8 @@ Of matches (pbt_doom) only `bare` and `dummy` are measured. There `bare` is a th
 hang after a few hundred tics.
 
 Gymnasium and MuJoCo (microseconds): `environments` is what make_envs returns, stepped in this process, `worker` that and all else that an
-actor does, and writing the actions. `act` and `iteration` are also timed, by the clock, in runs of three windows: there the two threads share Python's lock.
+actor does, and writing the actions. `act` and `iteration` are also timed, by the clock, in runs of three windows: there the two threads
+share Python's lock.
 
 Replay (milliseconds): `act` without replay, with the logits stored (uniform), and with the features, too (elite); `gather` and `learn`
 without what is replayed and with it. `choose` is all of `Learner.choose_replayed` at the beginning of a run, with six candidates for each

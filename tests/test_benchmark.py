@@ -25,6 +25,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 BENCHMARK = ROOT / "benchmark"
 sys.path[:0] = [str(BENCHMARK), str(BENCHMARK / "peers")]
+import collect  # noqa: E402
+import compare  # noqa: E402
 import gym_goals  # noqa: E402
 import parts  # noqa: E402
 import plot  # noqa: E402
@@ -243,6 +245,35 @@ esac
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("RESULTS", str(tmp_path / "results"))
     return tmp_path
+
+
+def test_compare_ends_a_run_that_does_not_end_by_itself(pretended, monkeypatch):
+    """A file without --train-for-seconds by SIGINT; any other one ends as it will. Rates are those of the third report and later."""
+    monkeypatch.setattr(compare, "START_UP", 2)
+    ending = dict(by_itself="sys.exit(sys.argv[-2:] != ['--train-for-seconds', '0.5'])",
+                  when_told="signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); time.sleep(20)", broken="sys.exit(130)")  # fmt: skip
+    for name, end in ending.items():
+        remark = "# train_for_seconds" if name == "by_itself" else ""
+        begin = f"folder = sys.argv[sys.argv.index('--train-dir') + 1]; shutil.copytree({str(pretended / 'made' / 'run')!r}, folder + '/run')"
+        (pretended / f"{name}.py").write_text(f"import shutil, signal, sys, time {remark}\n{begin}\n{end}\n")
+    start = time.monotonic()
+    for name in ("by_itself", "when_told"):
+        assert compare.rate(f"{sys.executable} {pretended / name}.py", 0.5) == 100
+    assert time.monotonic() - start < 15
+    with pytest.raises(subprocess.CalledProcessError, match="130"):
+        compare.rate(f"{sys.executable} {pretended / 'broken.py'}", 5)
+
+
+def test_a_curve_of_the_base_counts_from_the_start_of_its_actors(tmp_path):
+    """It has no log; and its args are as they are used, without a precision."""
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_text("args", "{}", walltime=1000)
+        for i in range(1, 4):
+            writer.add_scalar("charts/SPS", 100, 500 * i, walltime=1000 + 5 * i)
+            writer.add_scalar("charts/episodic_return", i, 500 * i, walltime=1000 + 5 * i)
+    (tmp_path / "cfg.json").write_text(json.dumps(dict(file="appo_gym.py", args=dict(device="cpu", batch_size=256))))
+    assert collect.read(tmp_path) == [(5, 500, 1), (10, 1000, 2), (15, 1500, 3)]
+    assert collect.used_args(tmp_path) == dict(device="cpu", batch_size=256, precision="float32")
 
 
 def test_rates(pretended, monkeypatch):
