@@ -1275,18 +1275,8 @@ class Learner:
             dealt = slots[torch.randperm(len(slots)).numpy()]
             for batch in np.array_split(dealt, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
-<<<<<<< appo_doom_multigpu.py
         self.global_step += int(sum_over_ranks(torch.tensor(len(lags))))
-        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: `publish` has waited for copies of them, too
-||||||| /tmp/tmp.qXuLQ9lG1C/old
-        self.global_step += len(lags)
-        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: `publish` has waited for copies of them, too
-=======
-        self.global_step += len(lags)
-        self.inference.learner_end.send(
-            blocks
-        )  # LEARNING -> FREE: the last `wait_for` in the lock was for their copies, too
->>>>>>> /tmp/tmp.qXuLQ9lG1C/new
+        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` in the lock was for their copies
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],

@@ -906,7 +906,7 @@ class Learner:
         self.global_step += len(lags)
         self.inference.learner_end.send(
             blocks
-        )  # LEARNING -> FREE: the last `wait_for` in the lock was for their copies, too
+        )  # LEARNING -> FREE: the last `wait_for` in the lock was for their copies
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
