@@ -249,7 +249,7 @@ def test_another_network_or_environment_needs_another_folder(name, saved, tmp_pa
     appo = importlib.import_module(name)
     for flag, before, now in (("hidden-size", 512, 64), ("env-id", "basic", "battle"), ("rnn-type", "gru", "lstm")):
         sentence = refused(saved(appo, flags=[f"--{flag}", str(now)]), capsys)
-        assert re.fullmatch(rf"{tmp_path}/train_dir/e was made with --{flag.replace('-', '.')} {before}, not {now}: .*\n", sentence)
+        assert re.fullmatch(rf"{tmp_path}/train_dir/e was made with {flag.replace('-', '.')} {before}, not {now}: .*\n", sentence)
 
 
 MODULE = """

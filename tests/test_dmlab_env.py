@@ -686,7 +686,8 @@ def run(run, tmp_path_factory):
 
 def play_run(folder: Path, *flags: str, code: int = 0) -> str:
     """What evaluate.py prints."""
-    done = python(ROOT / "evaluate.py", folder, *flags, folder=folder.parent, **with_stand_in()["env"])
+    file = json.loads((folder / "cfg.json").read_text())["file"]
+    done = python(ROOT / "evaluate.py", folder, "--file", file, *flags, folder=folder.parent, **with_stand_in()["env"])
     assert done.returncode == code, done.stdout
     return done.stdout
 

@@ -185,6 +185,7 @@ def own_env(tmp_path, monkeypatch):
 def test_a_runs_folder_names_no_code_to_be_run(play, own_env, tmp_path, monkeypatch):
     folder, marker = own_env
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_module", raising=False)
     sentence = "say --env-id own_module:Own-v0 (in load_agent env_id): it imports a module"
     assert play(folder, "--episodes", 2, by=ROOT / "appo_gym.py") == (2, f"error: {sentence}\n")
     with pytest.raises(evaluate.UserError) as error:
@@ -267,7 +268,7 @@ def test_a_run_of_another_version_of_the_file(play, drawn):
     del cfg["args"]["gamma"]
     (drawn / "cfg.json").write_text(json.dumps(cfg))
     code, text = play(drawn)
-    assert (code, text) == (2, f"error: {drawn} is of another file, or another version of this one: {cfg['file']}; flags that differ: gamma\n")
+    assert (code, text) == (2, f"error: {drawn} is of another version of {Path(cfg['file']).name}; flags that differ: gamma\n")
 
 
 @pytest.mark.parametrize("flags, answer", [

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import itertools
+import json
 import math
 import re
 
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from edited import REPORTS, ROOT, edited, load, replacing
-from test_algorithm import at, direct_vtrace, learner_of, make_agent, make_batch, observations
 from test_command_line import TAGS, scalars
+from test_first_core import at, direct_vtrace, learner_of, make_agent, make_batch, observations
 from torch.distributions import Independent, Normal, kl_divergence
 
 import appo_mujoco as appo
@@ -413,7 +414,8 @@ def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
     envs.close()
 
     def evaluated(*flags: str):
-        monkeypatch.setattr("sys.argv", ["evaluate.py", str(tmp_path / "e"), *flags])
+        file = json.loads((tmp_path / "e" / "cfg.json").read_text())["file"]
+        monkeypatch.setattr("sys.argv", ["evaluate.py", str(tmp_path / "e"), "--file", file, *flags])
         return evaluate.main(), "".join(capsys.readouterr())
 
     results = [evaluated("--episodes", "3", *likeliest) for likeliest in (["--likeliest"], [], ["--likeliest"])]

@@ -632,7 +632,7 @@ def test_the_heads_of_a_match_are_sample_factorys(env_id, logits):
 
 @pytest.mark.parametrize("env_id", ["basic", "battle", "health_gathering", "defend_the_center"])
 def test_a_game_of_one_player_is_that_of_the_base_file(env_id):
-    base, env = appo_doom.DoomEnv(env_id, 4), appo.DoomMatch(env_id, 4)
+    base, env = appo_doom.DoomEnv(appo_doom.Args(env_id=env_id, reward_clip=np.inf)), appo.DoomMatch(env_id, 4)
     try:
         seen, _ = base.reset(seed=3)
         first, _ = env.reset(seed=3)
@@ -649,7 +649,7 @@ def test_a_game_of_one_player_is_that_of_the_base_file(env_id):
                 assert env.agents == []
                 steps.append((base.reset()[0], env.reset()[0]["player_0"]))
         for one, two in steps:
-            one, two = appo_doom.by_name(one), appo.by_name(two)
+            two = appo.by_name(two)
             assert one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
         assert (bonus > 0) == (env_id in ("battle", "health_gathering")), "shaping was seen, where there is some"
     finally:
@@ -692,7 +692,8 @@ def stop(r, send=os.kill, number=signal.SIGINT) -> str:
 
 def played(folder: Path, *flags: str, code: int = 0) -> str:
     """What evaluate.py says of a run."""
-    done = python(ROOT / "evaluate.py", folder, *flags, folder=folder.parent)
+    file = json.loads((folder / "cfg.json").read_text())["file"]
+    done = python(ROOT / "evaluate.py", folder, "--file", file, *flags, folder=folder.parent)
     assert done.returncode == code, done.stdout
     return done.stdout
 

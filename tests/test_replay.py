@@ -11,7 +11,7 @@ import pytest
 import torch
 from edited import COUNTING, REPORTS, ROOT, edited, load, with_envs
 from forked import python
-from test_algorithm import direct_vtrace, make_agent, make_batch
+from test_first_core import direct_vtrace, make_agent, make_batch
 from test_command_line import scalars
 from torch.distributions import Categorical, kl_divergence
 
