@@ -127,6 +127,14 @@ def threads():
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def modules():
+    """evaluate.py imports a file anew: actors that are started later look for the functions of the one that the tests have."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith("appo_")}
+    yield
+    sys.modules.update(before)
+
+
 @pytest.fixture(scope="session")
 def counting(tmp_path_factory):
     """appo_doom.py with the counting environment instead of Doom."""
