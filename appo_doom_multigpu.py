@@ -777,7 +777,7 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam):
     decays = discounts * c
     corrections = [torch.zeros_like(values[-1])]  # vs[t] - V[t], the last t first
     for delta, decay in zip(deltas.flip(0), decays.flip(0)):
-        corrections.append(delta + decay * corrections[-1])
+        corrections.append(torch.addcmul(delta, decay, corrections[-1]))
     vs = values + torch.stack(corrections).flip(0)
     next_values = lam * vs[1:] + (1 - lam) * values[1:]
     advantages = rewards + discounts * next_values - values[:-1]
