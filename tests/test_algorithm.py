@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-VARIANTS = sorted(path.stem for path in Path(__file__).parent.parent.glob("appo_*.py") if "\ndef resolve(" not in path.read_text())
+ALL = sorted(Path(__file__).parent.parent.glob("appo_*.py"))
+VARIANTS = [path.stem for path in ALL if "\ndef resolve(" not in path.read_text()]  # of the others: test_first_core.py
+VTRACE = pytest.mark.parametrize("appo", [path.stem for path in ALL], indirect=True)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -49,6 +51,7 @@ def direct_vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam
     return vs, advantages
 
 
+@VTRACE
 @pytest.mark.parametrize("seed", range(8))
 def test_vtrace_is_the_papers_sum(appo, seed):
     rng = np.random.default_rng(seed)
@@ -58,6 +61,7 @@ def test_vtrace_is_the_papers_sum(appo, seed):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+@VTRACE
 def test_rho_and_c_are_clipped_apart(appo):
     rng = np.random.default_rng(0)
     case = random_case(rng, 6, 3)
@@ -65,6 +69,7 @@ def test_rho_and_c_are_clipped_apart(appo):
     assert not torch.allclose(vs[0], vs[1]) and not torch.allclose(vs[0], vs[2]) and not torch.allclose(vs[1], vs[2])
 
 
+@VTRACE
 def test_on_policy_vtrace_is_the_n_step_return(appo):
     T, gamma = 9, 0.9
     rewards, values = torch.randn(T, 2, dtype=torch.float64), torch.randn(T + 1, 2, dtype=torch.float64)
@@ -77,6 +82,7 @@ def test_on_policy_vtrace_is_the_n_step_return(appo):
         torch.testing.assert_close(advantages[t], expected - values[t])
 
 
+@VTRACE
 @pytest.mark.parametrize("lam", [0.0, 0.8, 0.95, 1.0])
 def test_on_policy_advantage_is_gae(appo, lam):
     rng = np.random.default_rng(3)
@@ -90,6 +96,7 @@ def test_on_policy_advantage_is_gae(appo, lam):
         torch.testing.assert_close(advantages[t], gae)
 
 
+@VTRACE
 def test_episodes_do_not_leak_into_each_other(appo):
     """Changing everything after an episode's end changes nothing before it: termination, and truncation with its ignored step."""
     rng = np.random.default_rng(5)

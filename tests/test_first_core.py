@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from test_algorithm import direct_vtrace
 
 VARIANTS = sorted(path.stem for path in Path(__file__).parent.parent.glob("appo_*.py") if "\ndef resolve(" in path.read_text())
 # The policy of the others is discrete; what a Gaussian one is tested for is in test_mujoco.py
@@ -20,98 +21,6 @@ DISCRETE = pytest.mark.parametrize("appo", [name for name in VARIANTS if name !=
 @pytest.fixture(params=VARIANTS)
 def appo(request):
     return importlib.import_module(request.param)
-
-
-def random_case(rng, T, B):
-    first = rng.random((T + 1, B)) < 0.2
-    return dict(
-        ratios=torch.from_numpy(np.exp(rng.normal(0, 1, (T, B)))),
-        values=torch.from_numpy(rng.normal(0, 1, (T + 1, B))),
-        rewards=torch.from_numpy(rng.normal(0, 1, (T, B))),
-        discounts=torch.from_numpy(0.97 * (rng.random((T, B)) > 0.2)),
-        valid=torch.from_numpy(~first[1:]),
-    )
-
-
-def direct_vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam):
-    """Equation 1 of the IMPALA paper, term by term: vs[s] = V[s] + sum over t of (product of discounts and c) * delta[t]."""
-    T, B = rewards.shape
-    vs = values.clone()
-    for b in range(B):
-        for s in range(T):
-            for t in range(s, T):
-                weight = 1.0
-                for i in range(s, t):
-                    weight *= float(discounts[i, b]) * lam * min(c_bar, float(ratios[i, b])) * float(valid[i, b])
-                rho = min(rho_bar, float(ratios[t, b])) * float(valid[t, b])
-                delta = rho * (rewards[t, b] + discounts[t, b] * values[t + 1, b] - values[t, b])
-                vs[s, b] += weight * delta
-    advantages = torch.empty_like(rewards)
-    for t in range(T):
-        advantages[t] = rewards[t] + discounts[t] * (lam * vs[t + 1] + (1 - lam) * values[t + 1]) - values[t]
-    return vs, advantages
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_vtrace_is_the_papers_sum(appo, seed):
-    rng = np.random.default_rng(seed)
-    case = random_case(rng, T=int(rng.integers(1, 12)), B=int(rng.integers(1, 5)))
-    settings = dict(rho_bar=float(rng.uniform(0.5, 2)), c_bar=float(rng.uniform(0.3, 1.5)), lam=float(rng.uniform(0.5, 1)))
-    for got, expected in zip(appo.vtrace(**case, **settings), direct_vtrace(**case, **settings)):
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_rho_and_c_are_clipped_apart(appo):
-    rng = np.random.default_rng(0)
-    case = random_case(rng, 6, 3)
-    vs = [appo.vtrace(**case, rho_bar=rho, c_bar=c, lam=1.0)[0] for rho, c in ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))]
-    assert not torch.allclose(vs[0], vs[1]) and not torch.allclose(vs[0], vs[2]) and not torch.allclose(vs[1], vs[2])
-
-
-def test_on_policy_vtrace_is_the_n_step_return(appo):
-    T, gamma = 9, 0.9
-    rewards, values = torch.randn(T, 2, dtype=torch.float64), torch.randn(T + 1, 2, dtype=torch.float64)
-    ones = torch.ones(T, 2, dtype=torch.float64)
-    vs, advantages = appo.vtrace(ones, values, rewards, gamma * ones, ones.bool(), 1.0, 1.0, 1.0)
-    expected = values[T]
-    for t in reversed(range(T)):
-        expected = rewards[t] + gamma * expected
-        torch.testing.assert_close(vs[t], expected)
-        torch.testing.assert_close(advantages[t], expected - values[t])
-
-
-@pytest.mark.parametrize("lam", [0.0, 0.8, 0.95, 1.0])
-def test_on_policy_advantage_is_gae(appo, lam):
-    rng = np.random.default_rng(3)
-    T, B = 20, 4
-    case = random_case(rng, T, B) | dict(ratios=torch.ones(T, B, dtype=torch.float64), valid=torch.ones(T, B, dtype=torch.bool))
-    _, advantages = appo.vtrace(**case, rho_bar=1.0, c_bar=1.0, lam=lam)
-    gae = torch.zeros(B, dtype=torch.float64)
-    for t in reversed(range(T)):
-        delta = case["rewards"][t] + case["discounts"][t] * case["values"][t + 1] - case["values"][t]
-        gae = delta + case["discounts"][t] * lam * gae
-        torch.testing.assert_close(advantages[t], gae)
-
-
-def test_episodes_do_not_leak_into_each_other(appo):
-    """Changing everything after an episode's end changes nothing before it: termination, and truncation with its ignored step."""
-    rng = np.random.default_rng(5)
-    T = 12
-    case = random_case(rng, T, 2)
-    case["discounts"][:], case["valid"][:] = 0.97, True
-    case["discounts"][5, 0] = 0.0  # row 0: action 5 terminates; obs[6] is the last one, action 6 is ignored, obs[7] is first
-    case["valid"][6, :] = False  # row 1: the same with a time limit
-    changed = {name: tensor.clone() for name, tensor in case.items()}
-    changed["rewards"][6:] += 100.0
-    changed["values"][7:] -= 50.0
-    before, after = (appo.vtrace(**x, rho_bar=1.0, c_bar=1.0, lam=0.95) for x in (case, changed))
-    torch.testing.assert_close(before[0][:6], after[0][:6])
-    torch.testing.assert_close(before[1][:6], after[1][:6])
-    assert before[0][6, 1] == case["values"][6, 1], "the true last observation is worth its own value"
-    more = case | dict(values=case["values"].clone())
-    more["values"][6, :] += 1.0  # the value of the last observation matters after a truncation, and only there
-    difference = appo.vtrace(**more, rho_bar=1.0, c_bar=1.0, lam=0.95)[1][5] - before[1][5]
-    torch.testing.assert_close(difference, torch.tensor([0.0, 0.97], dtype=torch.float64))
 
 
 def make_spaces(appo, heads, args, vector=3):
