@@ -18,6 +18,16 @@
     python appo_doom.py --cfg-path my_scenario.cfg    # one of your own
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
+A deliberate edit of appo_gym.py. What differs:
+- the game, frames, the reward's scale and clip, raw rewards as the score;
+- what a run of days needs: actors that die or hang are replaced, several checkpoints and the best, log.txt, a time
+  limit, a look at /dev/shm, a second Ctrl-C, actors pinned to cores;
+- splits, batches of whole blocks, iterations collected ahead, samples that are too old left out;
+- a copy of the network acts, in bfloat16 where the machine has it; normalised images in one pass; GRU or LSTM over
+  stretches of time;
+- Sample Factory's algorithm for Doom: PPO's value clip instead of PopArt, a divergence from the uniform policy instead
+  of the entropy, ELU, orthogonal weights of gain 1; the first batch only begins the inputs' statistics.
+
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
      | step the environments of      | -----------------> | inference thread                         |
