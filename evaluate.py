@@ -231,7 +231,7 @@ def choose(module, agent, outputs: torch.Tensor, likeliest: bool) -> torch.Tenso
         heads = [agent.heads] if hasattr(agent, "heads") else []  # actions that are numbers have none
         return module.sample_actions(outputs, *heads, likeliest)[0]
     choices = module.distributions(outputs, agent.heads)
-    return torch.stack([choice.probs.argmax(-1) if likeliest else module.draw(choice) for choice in choices], -1)
+    return torch.stack([choice.argmax(-1) for choice in choices], -1) if likeliest else module.draw(choices)
 
 
 @torch.inference_mode()

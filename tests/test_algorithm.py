@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch.distributions import Categorical
 
 ALL = sorted(Path(__file__).parent.parent.glob("appo_*.py"))
 VARIANTS = [path.stem for path in ALL if "\ndef resolve(" not in path.read_text()]  # of the others: test_first_core.py
@@ -448,9 +449,9 @@ def test_statistics_are_of_valid_samples(appo):
 def test_drawing_follows_the_policy(appo):
     torch.manual_seed(0)
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.0]]).repeat(40_000, 1)
-    for choice in appo.distributions(logits, (3, 2)):
-        frequency = torch.bincount(appo.draw(choice)) / len(logits)
-        torch.testing.assert_close(frequency, choice.probs[0], atol=0.01, rtol=0)
+    choices = appo.distributions(logits, (3, 2))
+    for choice, actions in zip(choices, appo.draw(choices).unbind(-1)):
+        torch.testing.assert_close(torch.bincount(actions) / len(logits), choice[0].exp(), atol=0.01, rtol=0)
 
 
 def test_actions_that_are_masked_out(appo):
@@ -459,12 +460,15 @@ def test_actions_that_are_masked_out(appo):
     masked = torch.where(torch.tensor([True, False, True, True, False, True, True]), full, -torch.inf)
     kept = full.detach()[:, [0, 2, 3, 5, 6]].requires_grad_()
     choices, others = appo.distributions(masked, heads), appo.distributions(kept, (3, 2))
-    actions = [appo.draw(choice) for choice in choices]
-    for choice, forbidden in zip(choices, (1, 0)):
-        assert not any((appo.draw(choice) == forbidden).any() for _ in range(100))
+    actions = appo.draw(choices)
+    assert not any((appo.draw(choices) == torch.tensor([1, 0])).any() for _ in range(100))
+    renamed = torch.stack([actions[:, 0].clamp(min=1) - 1, actions[:, 1] - 1], -1)
+    torchs = [Categorical(logits=part) for part in kept.split((3, 2), -1)]
+    torch.testing.assert_close(appo.log_prob(others, renamed), sum(map(Categorical.log_prob, torchs, renamed.unbind(-1))))
+    torch.testing.assert_close(sum(map(appo.entropy_of, others)), sum(choice.entropy() for choice in torchs))
     sums = []
-    for found, first, second in ((choices, *actions), (others, actions[0].clamp(min=1) - 1, actions[1] - 1)):
-        values = [found[0].log_prob(first), found[1].log_prob(second), *(choice.entropy() for choice in found)]
+    for found, chosen in ((choices, actions), (others, renamed)):
+        values = [appo.log_prob(found, chosen), *map(appo.entropy_of, found)]
         if hasattr(appo, "symmetric_kl"):
             values += map(appo.symmetric_kl, found)
         sums.append(values)
@@ -510,9 +514,9 @@ def test_log_ratio_at_lag_zero(appo):
                     acted.append(torch.cat(step))
                 mu = appo.distributions(torch.stack(acted), agent.heads)
                 pi = appo.distributions(agent(obs, first, torch.zeros(B, agent.state_size))[0], agent.heads)
-            actions = [appo.draw(choice) for choice in mu]
-            assert sum(choice.entropy() for choice in mu).mean() < 0.8 * np.log([3, 3, 2, 2, 11]).sum()
-            log_ratio = sum(one.log_prob(a) - two.log_prob(a) for one, two, a in zip(pi, mu, actions))
+            actions = appo.draw(mu)
+            assert sum(map(appo.entropy_of, mu)).mean() < 0.8 * np.log([3, 3, 2, 2, 11]).sum()
+            log_ratio = appo.log_prob(pi, actions) - appo.log_prob(mu, actions)
             assert log_ratio.std() < bound, (rnn_type, precision)
 
 

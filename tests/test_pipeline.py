@@ -133,8 +133,7 @@ def test_rollouts_are_whole_ordered_and_unmixed(appo, tmp_path):
                 obs, vector, first = (torch.from_numpy(np.array(rollout[name][t]))[None, None] for name in ("obs", "vector", "first"))
                 with torch.no_grad():
                     logits, value, state = agent(dict(obs=obs, vector=vector), first, state)
-                choices, actions = appo.distributions(logits[0, 0], agent.heads), torch.from_numpy(rollout["actions"][t])
-                logprob = sum(choice.log_prob(action) for choice, action in zip(choices, actions))
+                logprob = appo.log_prob(appo.distributions(logits[0, 0], agent.heads), torch.from_numpy(rollout["actions"][t]))
                 assert rollout["logprobs"][t] == pytest.approx(logprob.item(), abs=1e-4)
                 if "values" in rollout:
                     assert rollout["values"][t] == pytest.approx(value.item(), abs=1e-4)
