@@ -1328,8 +1328,9 @@ class Learner:
         begun = self.inference.version > 0  # the first batch only initialises the inputs' statistics
         if last_epoch or not begun:  # every sample counts once
             valid = ~batch.first[1:]
+            start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
-                normalizer.update(batch.obs[name][:-1:4], valid[::4])  # every fourth step: neighbours hardly differ
+                normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
         if begun and grad_norm:  # it is 0 where no sample could be used
             self.optimizer.step()
         self.inference.publish(self.inference.version + 1)

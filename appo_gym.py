@@ -947,10 +947,11 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         valid = ~batch.first[1:]
+        start = int(torch.randint(4, ()))  # inputs' statistics are of every fourth step: neighbours hardly differ
         with self.inference.lock:
             if last_epoch:  # every sample counts once
                 for name, normalizer in self.agent.normalizers.items():
-                    normalizer.update(batch.obs[name][:-1:4], valid[::4])  # every fourth step: neighbours hardly differ
+                    normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
             self.optimizer.step()
             if last_epoch:
                 self.agent.critic.update(targets, valid)

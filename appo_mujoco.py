@@ -18,35 +18,38 @@ pipeline of Sample Factory / IMPALA in one file.
     python appo_mujoco.py --env-id my_module:MyRobot-v0    # one of your own, which importing my_module registers
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
-On 2 cores of an AMD EPYC (Zen 5, no GPU) three million steps of HalfCheetah-v4 take 3.4 minutes, and the mean return is
-then 1,932; of Ant-v4 7.8 minutes, and it is 5,441 (three seeds each, 2026-11-26; benchmark/learning.sh mujoco).
-
-A deliberate edit of appo_gym.py. What differs: `MujocoEnvs`, frames beside steps, a small `Agent` whose policy is a
-Gaussian (`sample_actions`, `evaluate_actions`, `kl_divergence`), a penalty for leaving the policy that acted, no
-bfloat16, other defaults in `Args`, and what these need. All else is the same text.
+A deliberate edit of appo_gym.py. What differs:
+- EnvPool's MuJoCo, where it has the task (`MujocoEnvs`); observations are vectors;
+- actions are numbers: a Gaussian policy (`draw`, `log_prob`, `entropy_of`), whose actions are kept as they were drawn,
+  and clipped for the environment (`WorkerEnvs.step`);
+- a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`);
+- a network with two towers, and other defaults in `Args`: the learning rate falls, half as many optimiser steps.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
-     +-------------------------------+  request: byte s   +------------------------------------------+
-     | step the envs of split s      | -----------------> | inference thread                         |
-     | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
-     | the mailbox rows of group g   | <----------------- |   into the rollouts, forward, sample,    |
-     | (meanwhile the other split    |  reply: byte s     |   write actions into the mailbox         |
-     |  waits for its actions)       |                    +------------------------------------------+
-     +-------------------------------+                       | full slots                ^ free slots
+     +-------------------------------+      request       +------------------------------------------+
+     | step its environments         | -----------------> | inference thread                         |
+     | write obs, reward, ... into   |                    |   copy the rows of all waiting workers   |
+     | its rows of the mailbox       | <----------------- |   into the rollouts, forward, sample,    |
+     |                               |       reply        |   write actions into the mailbox         |
+     +-------------------------------+                    +------------------------------------------+
+                                                             | full blocks               ^ free blocks
                                                           +------------------------------------------+
                                                           | learner (main thread)                    |
-                                                          |   take B slots, V-trace, PPO step,       |
-                                                          |   publish weights as version v+1         |
+                                                          |   V-trace, PPO steps on the network that |
+                                                          |   acts, too: version v+1, v+2, ...       |
                                                           +------------------------------------------+
-     slot:  FREE -> FILLING (one row) -> FULL -> LEARNING -> FREE        exactly one owner at any time
+     block:  FREE -> FILLING (by one worker) -> FULL -> LEARNING -> FREE     exactly one owner at any time
 
-Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
-endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* begins when the learner takes the slots of `num_batches_per_epoch` batches at once, passes `num_epochs`
-times over them, and ends when it gives them back. A *step* is one decision of the agent, a *frame* one tick of the
-engine (frames = steps x frameskip). Every policy that is published has a *version*, one higher than the last; the *lag*
-of a sample is the learner's version minus the version that chose its action.
+Where to edit: the environment and a wrapper in `make_envs` (one more part of an observation needs no other edit), a
+metric in `OWN_SUMS`, the network and a mask of actions in `Agent`, a loss and what it needs in `appo_loss`; another
+optimiser in `Learner`, and in `save_checkpoint` and `load_checkpoint`.
+
+Words: a *worker* is one actor process with its environments. A *row* is one environment's endless stream of experience;
+a worker's rows ask for actions together. A *slot* is room for one rollout (T steps of one row), a *block* is the slots
+of a worker's rows. An *iteration* begins when the learner takes as many blocks as there are workers, passes
+`num_epochs` times over their rollouts in *batches* of about `batch_size` samples, each an optimiser step, and ends when
+it gives them back. A *step* is one decision of the agent. Every optimiser step makes a *version* of the policy; the
+*lag* of a sample is the newest version minus the one that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -55,40 +58,34 @@ observation is the first of the next episode. So two flags say all there is to k
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
-cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
-last step bootstraps from the value of the true last observation.
+and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action) cuts the V-trace trace and is
+left out of every loss, mean and step count. A time limit needs no flag of its own: its last step bootstraps from the
+value of the true last observation.
 """
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the imports: the end, without a traceback (see `handle_signals`)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
-import copy
-import ctypes
-import difflib
-import faulthandler
-import fcntl
 import functools
-import gc
-import importlib.metadata
+import io
 import json
-import multiprocessing.dummy
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import queue
 import random
-import resource
 import selectors
-import shutil
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -106,55 +103,39 @@ except ImportError:  # only its own tasks need it
 # === Args =============================================================================================================
 
 
-Value = TypeVar("Value")
-Auto = Annotated[Value | None, tyro.conf.arg(help_behavior_hint="")]  # None: the field's help says what the default is
+class UserError(Exception):
+    """Something the user can fix; printed as one line, without a traceback."""
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass
 class Args:
     # --- run
     env_id: str = "HalfCheetah-v5"
-    """a task of EnvPool (Gymnasium's MuJoCo and dm_control; the fastest), or any environment of Gymnasium with a Box of
-    actions by its name; for `module:name` the module, which registers it, is imported first"""
-    frameskip: Auto[int] = None  # ticks of the physics (frames) per step of the agent. Default: the task's own; 1
+    """a task of EnvPool (MuJoCo of Gymnasium and dm_control), or any environment of Gymnasium with a Box of actions, by
+    its name; for `module:name` the module, which registers it, is imported first"""
     seed: int = 1  # of the network, of the action sampling and of the environments
-    total_timesteps: int = 3_000_000  # stop after this many steps (frames / frameskip) of all sessions
-    train_for_seconds: Auto[float] = None  # stop after this many seconds of learning in this session
-    device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one
-    experiment: Auto[str] = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
+    total_timesteps: int = 3_000_000  # stop after this many steps
+    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")  # cpu, cuda or cuda:1
+    experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
-    keep_checkpoints: int = 2  # how many of the latest checkpoints are kept
 
     # --- sampling
-    num_workers: Auto[int] = None
-    """actor processes. Default: the cores this process may use. 0: one actor, a thread of this process, to debug
-    (implies sync)"""
-    num_envs_per_worker: int = 32  # environments per worker
-    worker_num_splits: Auto[int] = None
-    """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
-    with CUDA and an even number of environments, else 1 (on a CPU the network would use the core meanwhile)"""
-    set_workers_cpu_affinity: bool = True
-    """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
-    cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
-    sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
-    actor_timeout: float = 120.0
-    """seconds that a step of an actor's environments may take, and the start of each one; an actor that takes
-    longer (as after Ctrl-Z) counts as hung, and another takes its place; 0: no limit"""
-    inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
-    learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
+    num_envs: int = 64  # environments, which the workers share out evenly; learning depends on these, not on workers
+    num_workers: int | None = None
+    """actor processes; None: as many as divide num_envs, at most one a core, with CUDA two (one steps while the other
+    waits for actions); 0 runs one as a thread, for debugging, and implies --sync"""
+    sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: Auto[int] = None
-    """samples per optimiser step, a multiple of rollout. Default: a power of 2 near rows * rollout / 4 /
-    num_batches_per_epoch, from 512 to 8192; with sync exactly rows * rollout / num_batches_per_epoch"""
-    num_batches_per_epoch: int = 4
-    """batches of an iteration (Sample Factory's name). Each epoch deals its rollouts out to them anew; each batch is an
-    optimiser step"""
-    num_epochs: int = 4  # passes over an iteration's rollouts; with --sync the ratio is 1 in its first optimiser step
-    max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
-    max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
+    batch_size: int = 512  # samples per optimiser step, about: a batch is of whole rollouts
+    num_epochs: int = 4  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
     learning_rate: float = 2e-3  # of Adam
     anneal_lr: bool = True  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
@@ -162,434 +143,356 @@ class Args:
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 is the V-trace of the paper
     clip_coef: float = 0.2  # PPO: the ratio is clipped to [1/(1+e), 1+e]
-    ppo_clip_value: float = 1.0
-    """PPO: the value may move this far from the one at acting time, in standard deviations of the targets; in units of
-    the reward without normalize_returns"""
+    vf_coef: float = 0.5  # coefficient of the value loss (the error is in standard deviations of the targets)
     kl_loss_coef: float = 0.1  # of KL(pi, mu), which keeps the policy near the one that acted (Sample Factory's)
-    vf_coef: float = 0.5  # coefficient of the value loss
     ent_coef: float = 0.0  # coefficient of the entropy, which is rewarded
     max_grad_norm: float = 0.5  # gradients are scaled down to this norm; 0 turns it off
-    reward_scale: float = 1.0  # rewards are multiplied by this
-    reward_clip: float = np.inf  # then clipped to +- this
-    normalize_input: bool = True  # normalise every number of the observation by its running mean and variance
-    normalize_returns: bool = True
-    """values and their loss in units of their own (PopArt); if a resumed run turns it off, it keeps the last units"""
-    adaptive_stddev: bool = False  # the network computes the actions' deviations, too; off: parameters of their own
-    initial_stddev: float = 1.0  # of the actions of a fresh run, before anything is learned
-    rnn_type: Literal["gru", "lstm", "none"] = "none"  # the recurrent core
-    hidden_size: int = 64  # units of each layer and of the recurrent core
+    rnn_type: Literal["gru", "none"] = "none"  # the recurrent core
+    hidden_size: int = 64  # units of each of a tower's two layers; the recurrent core has twice as many
+    initial_stddev: float = 1.0  # of each number of an action, before anything is learned
 
-
-class UserError(Exception):
-    """Something the user can fix; printed as one line, without a traceback."""
+    def __post_init__(self):
+        if self.num_workers is None:
+            most = num_cores() * (1 if self.device == "cpu" else 2)
+            self.num_workers = max(n for n in range(1, most + 1) if self.num_envs % n == 0)
 
 
 # === Environment ======================================================================================================
 
-ENV_SHARED_MEMORY = 0  # bytes of /dev/shm that an environment takes
-TASKS = {task for task, (module, *_) in (envpool.registration.registry.specs.items() if envpool else ())
-         if module in ("envpool.mujoco.gym", "envpool.mujoco.dmc")}  # fmt: skip
+# Names of numbers in the environment's `info` that are to be summed over each episode, and reported, too
+OWN_SUMS = ()
+# What is summed over each episode, and reported as the mean over the last 100: the reward, 1 a step, and these
+EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
+
+NUMERIC_SPACES = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+SPECS = envpool.registration.registry.specs if envpool else {}
+TASKS = {task for task, (module, *_) in SPECS.items() if module in ("envpool.mujoco.gym", "envpool.mujoco.dmc")}
+
+
+def parts_of(space, observation, name="obs"):
+    """Of each part of an observation: its name (`obs`, or in a Dict or Tuple obs/KEY), its space, and itself."""
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        for key, part in space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space):
+            yield from parts_of(part, observation[key], f"{name}/{key}".replace(".", ":"))  # a module's name has no dot
+    else:
+        yield name, space, observation
+
+
+def as_array(name, space, part):
+    """A float32 vector, by gymnasium.spaces.flatten, which makes a choice one-hot."""
+    if np.shape(part) != space.shape:
+        raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
+    return gym.spaces.flatten(space, part).astype(np.float32)
+
+
+def one_number(name, value):
+    """Some environments give an array of one number."""
+    array = np.asarray(value)
+    if array.size != 1:
+        raise ValueError(f"{name} must be one number, not an array of shape {array.shape}")
+    return array.item()
+
+
+class NamedArrays(gym.Wrapper):
+    """An environment as the pipeline takes it: observations are a Dict of vectors, actions are a vector. Texts and
+    graphs are left out of observations, with a warning. Raises UserError for images."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        spaces = {}
+        for name, space, part in parts_of(env.observation_space, env.observation_space.sample()):
+            if not isinstance(space, NUMERIC_SPACES):
+                gym.logger.warn(f"{name} is left out of the observation: {space}")
+                continue
+            if space.dtype == np.uint8 and len(space.shape) > 1:
+                raise UserError(f"{name} is an image, {space}: this network sees vectors")
+            spaces[name] = gym.spaces.Box(-np.inf, np.inf, as_array(name, space, part).shape)
+        self.observation_space = gym.spaces.Dict(spaces)
+        if isinstance(env.action_space, gym.spaces.Box):
+            box = env.action_space
+            self.action_space = gym.spaces.Box(box.low.ravel(), box.high.ravel(), dtype=box.dtype.type)
+
+    def arrays(self, observation):
+        parts = parts_of(self.env.observation_space, observation)
+        return {name: as_array(name, space, part) for name, space, part in parts if isinstance(space, NUMERIC_SPACES)}
+
+    def reset(self, **options):
+        observation, _ = self.env.reset(**options)
+        return self.arrays(observation), {}
+
+    def step(self, action: np.ndarray):
+        space = self.env.action_space
+        observation, *outcome, info = self.env.step(action.reshape(space.shape).astype(space.dtype))
+        reward, terminated, truncated = map(one_number, ("reward", "terminated", "truncated"), outcome)
+        own_sums = {name: float(info[name]) for name in OWN_SUMS if name in info}
+        return self.arrays(observation), reward, terminated, truncated, own_sums
 
 
 class MujocoEnvs(gym.vector.VectorEnv):
     """EnvPool's MuJoCo: the tasks of Gymnasium and of dm_control as they are, except that every part of an observation
     is flattened, and float32. Where a time limit ends an episode it is truncated, not terminated, even if the robot
-    falls at that very step. The pool is made in `reset`, where it gets its seed; it resets on the step after an
-    episode's end. Where a simulation becomes unstable, MuJoCo itself writes MUJOCO_LOG.TXT to the working directory.
-    """
+    falls at that very step. The pool is made in `reset`, where it gets its seed. Where a simulation becomes unstable,
+    MuJoCo itself writes MUJOCO_LOG.TXT to the working directory."""
 
-    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+    metadata = dict(autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
 
-    def __init__(self, args: Args, num_envs: int):
-        spec = envpool.make_spec(args.env_id)
-        self.args, self.num_envs, self.pool = args, num_envs, None
-        self.single_observation_space = gym.spaces.Dict({
-            name: gym.spaces.Box(-np.inf, np.inf, (int(np.prod(part.shape)),), np.float32)
-            for name, part in by_name(spec.gymnasium_observation_space).items()
-        })  # fmt: skip
+    def __init__(self, env_id: str, num_envs: int):
+        spec = envpool.make_spec(env_id)
+        self.env_id = env_id
+        self.num_envs = num_envs
+        self.pool = None
+        self.parts = spec.gymnasium_observation_space
+        sizes = {name: np.size(part) for name, _, part in parts_of(self.parts, self.parts.sample())}
+        boxes = {name: gym.spaces.Box(-np.inf, np.inf, (size,)) for name, size in sizes.items()}
+        self.single_observation_space = gym.spaces.Dict(boxes)
         self.single_action_space = spec.gymnasium_action_space
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
 
-    def reset(self, *, seed: int = 0, options: dict | None = None):
+    def reset(self, *, seed=0, options=None):
         self.close()
         # Contact forces: Gymnasium's humanoids have them from version 4 on, EnvPool's by default from version 5 on
-        forces = dict(post_constraint=True) if self.args.env_id in ("Humanoid-v4", "HumanoidStandup-v4") else {}
-        self.pool = envpool.make(self.args.env_id, env_type="gymnasium", num_envs=self.num_envs, num_threads=1,
-                                 seed=seed, frame_skip=self.args.frameskip, **forces)  # fmt: skip
+        forces = dict(post_constraint=True) if self.env_id in ("Humanoid-v4", "HumanoidStandup-v4") else {}
+        options = dict(env_type="gymnasium", num_envs=self.num_envs, num_threads=1, seed=seed, **forces)
+        self.pool = envpool.make(self.env_id, **options)
         return self.vectors(self.pool.reset()[0]), {}
 
     def step(self, actions):
         observation, reward, terminated, truncated, _ = self.pool.step(actions)
         return self.vectors(observation), reward, terminated, truncated, {}
 
-    def vectors(self, observation) -> dict[str, np.ndarray]:
-        return {name: part.reshape(self.num_envs, -1).astype(np.float32) for name, part in by_name(observation).items()}
+    def vectors(self, observation):
+        parts = parts_of(self.parts, observation)
+        return {name: part.reshape(self.num_envs, -1).astype(np.float32) for name, _, part in parts}
 
-    def close(self, **kwargs) -> None:
-        if self.pool is not None:
+    def close(self, **options):
+        if self.pool:
             self.pool.close()
             self.pool = None
 
 
-def gymnasium_env(args: Args, **options) -> gym.Env:
-    """One environment of Gymnasium, its observation flattened to one vector; options are for gymnasium.make. Raises
-    UserError where no environment has that name."""
+def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
+    """The environments of one worker: EnvPool's, where it has the task, unless there are options for gymnasium.make (to
+    draw them: EnvPool may end the process when it is asked to). Edit this function to wrap them (a wrapper of Gymnasium
+    scales or clips rewards), or to train on something that neither knows. Raises UserError where there is no such
+    environment.
+
+    What it returns must reset on the step after an episode's end (NEXT_STEP), take a Box of vectors, to which actions
+    are clipped, and give a Dict of vectors: one vector more is one key more, and no other edit. Actors cannot start
+    processes of multiprocessing (AsyncVectorEnv)."""
+    if args.env_id in TASKS and not options:
+        return MujocoEnvs(args.env_id, num_envs)
+    os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
+
+    def make() -> gym.Env:
+        return NamedArrays(gym.make(args.env_id, **options))
+
+    mode = gym.vector.AutoresetMode.NEXT_STEP
     try:
-        return gym.wrappers.FlattenObservation(gym.make(args.env_id, **options))
-    except (gym.error.Error, ModuleNotFoundError) as error:
-        folded = {task.casefold(): task for task in TASKS}
-        near = [folded[name] for name in difflib.get_close_matches(args.env_id.casefold(), folded)]
-        has = f"EnvPool has {' and '.join(near) or 'no such task either'}" if envpool else "EnvPool is not installed"
-        raise UserError(f"--env-id {args.env_id}: {error}; {has}") from None
-
-
-def drawn_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
-    """The environment in Gymnasium, where evaluate.py draws it: EnvPool may end the process when it is asked to. Raises
-    UserError."""
-    os.environ.setdefault("MUJOCO_GL", "egl")  # without a screen
-    task = args.env_id in TASKS and args.frameskip != envpool.make_spec(args.env_id).config.frame_skip
-    own = dict(frame_skip=args.frameskip) if task else {}
-    make = functools.partial(gymnasium_env, args, render_mode="rgb_array", **own)
-    try:
-        envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
-        envs.envs[0].reset()
-        envs.envs[0].render()  # fails without OpenGL
-        return envs
-    except Exception as error:  # of many types; the task or the package may be missing, too
-        raise UserError(f"Gymnasium cannot draw {args.env_id} ({error}); of EnvPool's tasks it draws its own, of "
-                        "versions 4 and 5, with OpenGL and what `pip install mujoco` brings") from None  # fmt: skip
-
-
-def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
-    """The environments of one split of a worker: EnvPool's, where it has the task. Edit this function to wrap them, or
-    to train on something that neither knows. Raises UserError.
-
-    What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, and take a
-    Box of actions, which arrive clipped to it. `Agent` sees float vectors, one alone or several in a Dict. In every
-    step's `info` there may be `raw_reward`, a float that scores are sums of; `game_over`, a bool: False where an
-    episode ends and the game goes on, as after a lost life; and what else EPISODE names. Actors cannot start processes
-    of multiprocessing (AsyncVectorEnv).
-    """
-    if args.env_id in TASKS:
-        return MujocoEnvs(args, num_envs)
-    if envpool and envpool.registration.registry.specs.get(args.env_id, ("",))[0] == "envpool.atari":
-        raise UserError(f"{args.env_id} is a game of Atari: appo_atari.py trains on it")
-    if args.frameskip not in (None, 1):
-        raise UserError(f"--frameskip is for EnvPool's tasks, and {args.env_id} is none")
-    mode, make = gym.vector.AutoresetMode.NEXT_STEP, functools.partial(gymnasium_env, args)
-    return gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=mode)
+        return gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=mode)
+    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
+        if isinstance(error, TypeError) and "__init__() missing" not in str(error):
+            raise  # it is a mistake in the environment
+        raise UserError(
+            f"--env-id {args.env_id}: {error} (the module that registers it is named, too, as in my_module:MyRobot-v0; "
+            "arguments that it needs are given in `make_envs`)"
+        ) from None
+    except OSError as error:  # of the environment: with a traceback, unlike those of our own files, see `main`
+        raise RuntimeError(f"--env-id {args.env_id} cannot be made") from error
 
 
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
     obs: dict[str, gym.spaces.Box]  # the arrays that an observation consists of, by name
-    action: gym.spaces.Box  # [numbers of an action]
-
-
-def by_name(observation) -> dict:
-    """An observation, or its space, as a dict: what is no dict becomes {"obs": it}."""
-    return dict(observation) if isinstance(observation, (dict, gym.spaces.Dict)) else dict(obs=observation)
+    numbers: int  # of an action
 
 
 def spaces_of(args: Args) -> Spaces:
     """The spaces of what `make_envs` returns. Raises UserError where the pipeline does not support them."""
-    with contextlib.closing(make_envs(args, 1)) as envs:  # starts no engine
-        obs, action = by_name(envs.single_observation_space), envs.single_action_space
+    with contextlib.closing(make_envs(args, 1)) as envs:
+        obs = envs.single_observation_space
+        action = envs.single_action_space
         mode = envs.metadata.get("autoreset_mode")
-    if isinstance(envs, gym.vector.AsyncVectorEnv):
-        raise UserError("make_envs must not return an AsyncVectorEnv: actors cannot start processes")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    floats = [isinstance(space, gym.spaces.Box) and space.dtype.kind == "f" for space in (*obs.values(), action)]
-    if not all(floats) or len(action.shape) != 1:
-        raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box of floats or a Dict of them, "
-                        "actions a Box of floats with one dimension")  # fmt: skip
-    return Spaces(obs, action)
-
-
-# === Mailbox and rollouts =============================================================================================
-
-
-# What is summed over each episode, and reported as the mean over the last 100: the environment's own reward, the
-# reward as it is trained on, and 1 a step. A name of your own, added here, is summed over the environment's info[name].
-EPISODE = ("episodic_return", "episodic_return_trained", "episodic_length")
-
-
-def room_for(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Observations of zeros, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
-    room = {}
-    for name, space in spaces.obs.items():
-        dtype = torch.float32 if space.dtype.kind == "f" else getattr(torch, space.dtype.name)
-        room[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
-    return room
-
-
-class Mailbox:
-    """The only memory that actors share with the main process. Row r = worker * num_envs_per_worker + environment.
-
-    Between its request and its reply a group's rows belong to the inference thread, otherwise to its actor: no locks.
-    """
-
-    def __init__(self, spaces: Spaces, rows: int):
-        # written by the actor, between a reply and its next request
-        self.obs = room_for(spaces, rows)  # the current observation
-        self.reward = torch.zeros(rows)  # of the action before it, after scale and clip
-        self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
-        self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
-        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now (a length of 0: none did)
-        # written by inference, between a request and its reply
-        self.action = torch.zeros(rows, *spaces.action.shape)  # what to do next, as sampled; WorkerEnvs clips it
-
-    def arrays(self) -> SimpleNamespace:
-        """The same memory as NumPy arrays, whose indexing is much cheaper than torch's."""
-        arrays = {name: field.numpy() for name, field in vars(self).items() if name != "obs"}
-        return SimpleNamespace(obs={name: part.numpy() for name, part in self.obs.items()}, **arrays)
-
-
-class Rollouts:
-    """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
-    device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
-    asking the device. Rewards, values and log-probabilities start as NaN: were a slot read before it is written, the
-    loss would say so.
-
-    A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
-    `Learner.collect` makes it LEARNING, `Learner.iterate` releases it, and `Inference.serve` finds it FREE.
-    """
-
-    def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1: with the observation that the last value is bootstrapped from
-        self.obs = room_for(spaces, T + 1, slots, device=device)
-        self.actions = torch.full((T, slots, *spaces.action.shape), torch.nan, device=device)
-        self.gaussians = torch.full((T, slots, 2 * len(spaces.action.low)), torch.nan, device=device)  # mu, see `Agent`
-        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
-        self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
-        self.rnn_state = torch.zeros((slots, state_size), device=device)  # at obs[0], before `first[0]` zeroes it
-        # on the host
-        self.first = np.zeros((T + 1, slots), bool)
-        self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
-        self.terminated = np.zeros((T, slots), bool)
-        self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
-
-
-def slots_needed(args: Args) -> int:
-    """With `sync` the slots of one iteration, one for every row: none is FREE before the update has been published.
-    That is all that `sync` is; what else it changes are defaults and checks in `resolve`.
-
-    Without it a slot for every row to fill, one iteration LEARNING, and `max_batches_ahead` FULL. These are never too
-    few: when all groups wait for slots and the learner for an iteration, none is FILLING or LEARNING and less than an
-    iteration is FULL, so there is a FREE slot for every row."""
-    iteration = args.num_batches_per_epoch * args.batch_size // args.rollout
-    if args.sync:
-        return iteration
-    return args.num_workers * args.num_envs_per_worker + (1 + args.max_batches_ahead) * iteration
-
-
-def fields_of(memory: Mailbox | Rollouts) -> list:
-    """All tensors and arrays of the memory."""
-    return [*memory.obs.values(), *(field for name, field in vars(memory).items() if name != "obs")]
-
-
-def mebibytes(memory: Mailbox | Rollouts) -> float:
-    return sum(field.nbytes for field in fields_of(memory)) / 2**20
+    if not obs or not isinstance(action, gym.spaces.Box) or action.dtype.kind != "f":
+        raise UserError(
+            f"unsupported spaces, {obs} and {action}: observations must have numbers, actions be a Box of fractions "
+            "(for choices: appo_gym.py)"
+        )
+    return Spaces(dict(obs), gym.spaces.flatdim(action))
 
 
 # === Agent ============================================================================================================
 
 
-def moments(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """x [N, ...] -> N, and the mean and the variance over N [...]."""
-    n = len(x)
-    mean = x.sum(0) / n
-    return n, mean, (x - mean).square_().sum(0) / n
+def moments(x):
+    """x [N, ...] -> N, and the mean and the variance over N [...]"""
+    mean = x.mean(0)
+    return len(x), mean, (x - mean).square_().mean(0)  # x.var(0) takes four times as long
 
 
 class Normalizer(nn.Module):
-    """Running mean and variance of every element of an input, in float32; clips to +-5, as Sample Factory 2 does."""
+    """Running mean and variance of every element of an input; clips to +-5, as Sample Factory 2 does."""
 
-    def __init__(self, shape: tuple[int, ...]):
+    def __init__(self, shape: tuple[int, ...], unit: float):
         super().__init__()
+        self.unit = unit
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("var", torch.ones(shape))
-        # normalised = x * scale + shift, one multiply-add per element; until the first update that is x
-        self.register_buffer("scale", torch.ones(shape))
-        self.register_buffer("shift", torch.zeros(shape))
+        self.register_buffer("std", torch.ones(shape))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(self.shift, x, self.scale).clamp_(-5, 5)
+    def forward(self, x):
+        return (x / self.unit).sub_(self.mean).div_(self.std).clamp_(-5, 5)
 
     @torch.no_grad()
-    def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
+    def update(self, x, valid):
+        """x [..., *shape], of which bool valid [...] count; merges two sets of statistics (Chan, Golub, LeVeque 1979).
         Raises FloatingPointError, and changes nothing, where statistics would not be finite."""
-        n, mean, var = moments(x[valid])  # waits for the device, as `Learner.step` has just done
+        n, mean, var = moments(x[valid] / self.unit)
         if n == 0:
             return
         total = self.count + n
         delta = mean - self.mean
-        var = (self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total
-        if not var.isfinite().all():
-            raise FloatingPointError("an observation is not finite, or its square is not")
+        squares = self.var * self.count + var * n + delta**2 * (self.count * n / total)
+        if not squares.isfinite().all():
+            raise FloatingPointError("an observation or a return is not finite, or its square is not")
         self.mean.add_(delta * (n / total))
-        self.var.copy_(var)
+        self.var.copy_(squares / total)
         self.count.copy_(total)
-        std = (self.var + 1e-5).sqrt()
-        self.scale.copy_(1 / std)
-        self.shift.copy_(-self.mean / std)
+        self.std.copy_((self.var + 1e-5).sqrt())
 
 
-def init_layer(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
+def init_layer(layer, gain=2**0.5):
     """Orthogonal weights, biases 0."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-class PopArt(nn.Module):
+class PopArt(Normalizer):
     """A value head in units of its own (van Hasselt et al. 2016; with V-trace Hessel et al. 2019). `linear` predicts
     (value - mean) / std, with the running mean and standard deviation of the V-trace targets. When these move, `linear`
     is rescaled so that no value changes."""
 
-    START = 1_000  # as if so many samples of mean 0 and deviation 1 came first: the real first ones are much alike
-    MEMORY = 100_000  # samples that the statistics remember: then older ones fade, as returns grow
-
     def __init__(self, linear: nn.Linear):
-        super().__init__()
+        super().__init__((), 1.0)
         self.linear = linear
-        for name, value in dict(count=self.START, mean=0, var=1, std=1).items():
-            self.register_buffer(name, torch.tensor(float(value)))
+        self.count.fill_(1000)  # a prior of 1000 samples N(0, 1): the first returns hardly vary, their std is near 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         """x [..., features] -> values in the reward's units [...]"""
         return self.linear(x).squeeze(-1) * self.std + self.mean
 
     @torch.no_grad()
-    def update(self, targets: torch.Tensor, mask: torch.Tensor) -> None:
-        """targets [...] in the reward's units, of which bool mask [...] count; merges two sets of statistics as
-        Normalizer.update does."""
-        n, mean, var = moments(targets[mask])
-        if n == 0:
-            return
-        total = self.count + n
-        share, delta = n / total, mean - self.mean
-        self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
-        old_mean, old_std = self.mean.clone(), self.std.clone()
-        self.mean.add_(share * delta)
-        self.std.copy_(self.var.sqrt().clamp(min=0.01))
+    def update(self, targets, valid):
+        """targets [...] in the reward's units, of which bool valid [...] count"""
+        old_mean = self.mean.clone()
+        old_std = self.std.clone()
+        super().update(targets, valid)
+        self.count.clamp_(max=100_000)  # from then on older samples fade, as returns grow
         self.linear.weight.mul_(old_std / self.std)
         self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
-        self.count.copy_(total.clamp(max=self.MEMORY))
+
+
+def tower(inputs, hidden_size):
+    """[..., inputs] -> [..., hidden_size]: two layers, tanh."""
+    return nn.Sequential(
+        init_layer(nn.Linear(inputs, hidden_size)),
+        nn.Tanh(),
+        init_layer(nn.Linear(hidden_size, hidden_size)),
+        nn.Tanh(),
+    )
 
 
 class Agent(nn.Module):
-    """Two towers of two tanh layers of `hidden_size`, one for the actions and one for the value, with CleanRL's gains
-    (ppo_continuous_action); a recurrent core over both, if asked for. The policy is a Gaussian for each number of an
-    action, independent of the others: its mean comes from the network, its deviation is a parameter or, with
-    `adaptive_stddev`, from the network, too. Means and logarithms of deviations together are `gaussians`.
+    """A tower for the actions and one for the value, as in CleanRL's ppo_continuous_action, with its gains; a recurrent
+    core over both, if asked for. The policy is a Gaussian for each number of an action, independent of the others: its
+    mean comes from the network, the logarithm of its standard deviation is a parameter. Together they are `gaussians`.
 
-    Every vector of the observation is an input; for images or texts edit `__init__` and `encode`. A network of your own
-    has these two arguments, `state_size` (floats of recurrent state for each row; 0 for none), `critic` (a PopArt),
-    `forward` and `update_normalizers`; each parameter has a gradient, buffers are updated in place, and nothing depends
-    on `train()`. The flags of this one: normalize_input, adaptive_stddev, initial_stddev, rnn_type, hidden_size.
-    """
+    A network of your own takes (spaces, args), and has `state_size` (floats of recurrent state for each row, 0 for
+    none), `critic` (a PopArt), `normalizers` (which the learner updates) by name of the observation's part, and
+    `forward`, which changes nothing. Flags of this network: rnn_type, hidden_size, initial_stddev."""
 
     def __init__(self, spaces: Spaces, args: Args):
-        """Raises UserError for observations that it cannot see."""
         super().__init__()
-        if any(len(space.shape) != 1 for space in spaces.obs.values()):
-            raise UserError(f"this network sees vectors, not {spaces.obs}")
-        self.rnn_type = args.rnn_type
-        self.normalizers = nn.ModuleDict({
-            name: Normalizer(space.shape) for name, space in spaces.obs.items() if args.normalize_input
-        })  # fmt: skip
-        inputs, hidden = sum(space.shape[0] for space in spaces.obs.values()), args.hidden_size
-        self.acting, self.valuing = (
-            nn.Sequential(init_layer(nn.Linear(inputs, hidden)), nn.Tanh(),
-                          init_layer(nn.Linear(hidden, hidden)), nn.Tanh())
-            for _ in range(2)
-        )  # fmt: skip
-        self.state_size = {"gru": 1, "lstm": 2, "none": 0}[args.rnn_type] * hidden
-        if args.rnn_type != "none":
-            self.core = (nn.GRU if args.rnn_type == "gru" else nn.LSTM)(2 * hidden, hidden)
-        self.critic = PopArt(init_layer(nn.Linear(hidden, 1), gain=1.0))
-        n, log_std = len(spaces.action.low), np.log(args.initial_stddev)
-        self.actor = init_layer(nn.Linear(hidden, 2 * n if args.adaptive_stddev else n), gain=0.01)
-        self.log_std = None if args.adaptive_stddev else nn.Parameter(torch.full((n,), log_std))
-        if args.adaptive_stddev:
-            nn.init.constant_(self.actor.bias[n:], log_std)
+        self.normalizers = nn.ModuleDict()
+        inputs = 0
+        for name, space in spaces.obs.items():
+            self.normalizers[name] = Normalizer(space.shape, unit=1.0)
+            inputs += space.shape[0]
+        self.acting = tower(inputs, args.hidden_size)
+        self.valuing = tower(inputs, args.hidden_size)
+        self.core = None
+        self.state_size = 0
+        if args.rnn_type == "gru":
+            self.state_size = 2 * args.hidden_size
+            self.core = nn.GRUCell(self.state_size, self.state_size)
+        self.critic = PopArt(init_layer(nn.Linear(args.hidden_size, 1), gain=1.0))
+        self.policy = init_layer(nn.Linear(args.hidden_size, spaces.numbers), gain=0.01)
+        self.log_std = nn.Parameter(torch.full((spaces.numbers,), np.log(args.initial_stddev)))
 
-    def encode(self, obs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """obs by name [N, ...], as in the space -> float32 [N, features of both towers]"""
-        x = torch.cat([self.normalizers[name](x) if name in self.normalizers else x for name, x in obs.items()], dim=-1)
+    def encode(self, obs):
+        """obs by name [N, size] -> [N, features of both towers]"""
+        x = torch.cat([self.normalizers[name](x) for name, x in obs.items()], dim=-1)
         return torch.cat([self.acting(x), self.valuing(x)], dim=-1)
 
-    def forward(self, obs, first, state, restarts=None):
-        """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; restarts: 0 and the
-        times at which `first` is set in any row, in order (None: they are looked for). The recurrent core runs once for
-        each stretch between them; where one begins, the state of the rows with `first` is zeroed.
-        Returns gaussians [T, B, 2 * numbers of an action], values [T, B], state."""
+    def forward(self, obs, first, state):
+        """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; where `first` is
+        set it is zeroed. Returns gaussians [T, B, 2 * numbers], values [T, B], state."""
         T, B = first.shape
         x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
-        if restarts is None:
-            restarts = [0] + [t for t in range(1, T) if first[t].any()]
-        if self.rnn_type != "none":
+        if self.core is not None:
             outputs = []
-            lengths = [end - start for start, end in zip(restarts, [*restarts[1:], T])]
-            for start, stretch in zip(restarts, x.split(lengths)):  # one call per stretch in which nothing restarts
-                state = torch.where(first[start].unsqueeze(-1), 0.0, state)
-                hidden = state.unsqueeze(0)
-                if self.rnn_type == "lstm":
-                    output, hidden = self.core(stretch, tuple(part.contiguous() for part in hidden.chunk(2, -1)))
-                    hidden = torch.cat(hidden, -1)
-                else:
-                    output, hidden = self.core(stretch, hidden)
-                state = hidden.squeeze(0)
-                outputs.append(output)
-            x = torch.cat(outputs)
-        acting, valuing = x.chunk(2, -1) if self.rnn_type == "none" else (x, x)
-        gaussians = self.actor(acting)
-        if self.log_std is not None:
-            gaussians = torch.cat([gaussians, self.log_std.expand_as(gaussians)], -1)
+            for t in range(T):
+                state = torch.where(first[t].unsqueeze(-1), 0.0, state)
+                state = self.core(x[t], state)
+                outputs.append(state)
+            x = torch.stack(outputs)
+        acting, valuing = x.chunk(2, dim=-1)
+        mean = self.policy(acting)
+        gaussians = torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
         return gaussians, self.critic(valuing), state
 
-    def update_normalizers(self, obs: dict[str, torch.Tensor], valid: torch.Tensor) -> None:
-        """obs by name [N, ...], of which bool valid [N] count"""
-        for name, normalizer in self.normalizers.items():
-            normalizer.update(obs[name], valid)
 
-
-def sample_actions(gaussians: torch.Tensor, deterministic: bool = False):
-    """gaussians [..., 2 * numbers] -> actions float32 [..., numbers], their joint log-probability [...]."""
+def draw(gaussians):
+    """gaussians [..., 2 * numbers] -> actions [..., numbers]"""
     mean, log_std = gaussians.chunk(2, dim=-1)
-    actions = mean if deterministic else mean + log_std.exp() * torch.randn_like(mean)
-    return actions, evaluate_actions(gaussians, actions)[0]
+    return mean + log_std.exp() * torch.randn_like(mean)
 
 
-def evaluate_actions(gaussians: torch.Tensor, actions: torch.Tensor):
-    """gaussians [..., 2 * numbers], actions [..., numbers] -> joint log-probability and entropy [...]."""
+def log_prob(gaussians, actions):
+    """gaussians [..., 2 * numbers], actions [..., numbers] -> their joint log-probability [...]"""
     mean, log_std = gaussians.chunk(2, dim=-1)
-    logprob = -0.5 * ((actions - mean) / log_std.exp()).square() - log_std - 0.5 * np.log(2 * np.pi)
-    return logprob.sum(-1), (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
+    logprobs = -0.5 * ((actions - mean) / log_std.exp()).square() - log_std - 0.5 * np.log(2 * np.pi)
+    return logprobs.sum(-1)
 
 
-def kl_divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """KL(p, q) of two policies by their gaussians [..., 2 * numbers] -> [...]."""
-    (mean_p, log_std_p), (mean_q, log_std_q) = p.chunk(2, dim=-1), q.chunk(2, dim=-1)
+def entropy_of(gaussians):
+    """gaussians [..., 2 * numbers] -> [...]"""
+    _, log_std = gaussians.chunk(2, dim=-1)
+    return (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
+
+
+def kl_divergence(p, q):
+    """KL(p, q) of two policies by their gaussians [..., 2 * numbers] -> [...]"""
+    mean_p, log_std_p = p.chunk(2, dim=-1)
+    mean_q, log_std_q = q.chunk(2, dim=-1)
     difference = log_std_q - log_std_p
-    return (difference + 0.5 * ((-2 * difference).exp() + ((mean_p - mean_q) / log_std_q.exp()).square() - 1)).sum(-1)
+    squares = (-2 * difference).exp() + ((mean_p - mean_q) / log_std_q.exp()).square()
+    return (difference + 0.5 * (squares - 1)).sum(-1)
 
 
 # === V-trace and the loss =============================================================================================
 
 
 @torch.no_grad()
-def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: float, lam: float):
+def vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam):
     """V-trace targets and advantages (Espeholt et al. 2018, IMPALA, section 4.1; lambda: their remark 2).
 
-    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where it terminated) float32 [T, B], valid bool [T, B]
-    (False cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
+    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where it terminated) float32 [T, B], valid of 0 and 1 [T, B]
+    (0 cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
     Returns vs [T+1, B] (vs[T] = V[T]) and advantages [T, B].
 
         rho[t] = min(ratio[t], rho_bar), c[t] = lam min(ratio[t], c_bar), both 0 where not valid
@@ -597,389 +500,399 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
         A[t]  = r[t] + discount[t] (lam vs[t+1] + (1 - lam) V[t+1]) - V[t]
 
     The advantage carries no rho: the PPO surrogate multiplies by the ratio itself. On-policy it is GAE(lam); with
-    lam = 1 it is IMPALA's advantage.
-    """
+    lam = 1 it is IMPALA's advantage."""
     rho = ratios.clamp(max=rho_bar) * valid
     c = lam * ratios.clamp(max=c_bar) * valid
-    trace = discounts * c
-    corrections = rho * (rewards + discounts * values[1:] - values[:-1])
-    steps, traces = corrections.unbind(), trace.unbind()  # views: indexing tensors in the loop costs more than its sums
-    for t in reversed(range(len(steps) - 1)):
-        steps[t].addcmul_(traces[t], steps[t + 1])  # in place: from here on it is vs[t] - V[t]
-    vs = torch.cat([values[:-1] + corrections, values[-1:]])
-    advantages = rewards + discounts * (lam * vs[1:] + (1 - lam) * values[1:]) - values[:-1]
+    deltas = rho * (rewards + discounts * values[1:] - values[:-1])
+    decays = discounts * c
+    corrections = [torch.zeros_like(values[-1])]  # vs[t] - V[t], the last t first
+    for delta, decay in zip(deltas.flip(0), decays.flip(0)):
+        corrections.append(torch.addcmul(delta, decay, corrections[-1]))
+    vs = values + torch.stack(corrections).flip(0)
+    next_values = lam * vs[1:] + (1 - lam) * values[1:]
+    advantages = rewards + discounts * next_values - values[:-1]
     return vs, advantages
 
 
-class Batch(NamedTuple):
-    """The rollouts of one optimiser step, on the learner's device, [time, rollout, ...]."""
-
-    obs: dict[str, torch.Tensor]  # by name [T+1, B, ...]
-    first: torch.Tensor  # bool [T+1, B]
-    rnn_state: torch.Tensor  # float32 [B, state_size]
-    actions: torch.Tensor  # float32 [T, B, numbers of an action]
-    gaussians: torch.Tensor  # float32 [T, B, 2 * numbers], of the policy that acted
-    logprobs: torch.Tensor  # float32 [T, B]
-    values: torch.Tensor  # float32 [T, B]
-    rewards: torch.Tensor  # float32 [T, B]
-    terminated: torch.Tensor  # bool [T, B]
-    mask: torch.Tensor  # bool [T, B]: valid and younger than max_policy_lag: what the losses average over
-    restarts: list[int]  # see Agent.forward; on the host
+def masked_mean(x, mask):
+    """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples that have a 1; 0 where none has."""
+    return (x * mask).sum((-2, -1)) / mask.sum().clamp(min=1)
 
 
-def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples that have a 1 (NaN: none has)."""
-    return (x * mask).sum((-2, -1)) / mask.sum()
-
-
-def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Returns the loss, the targets
-    float32 [T, B], and metrics, on the device.
+def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
+    """PPO's clipped losses with V-trace's targets over the valid samples of a batch, which has the fields of Rollouts,
+    [time, rollout, ...]. Returns the loss, the targets float32 [T, B], and metrics, on the device.
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
-    of acting is one more field of `Rollouts` and `Batch`, written in `Inference.act` and copied in `Learner.gather`."""
-    gaussians, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
-    logprobs, entropy = evaluate_actions(gaussians[:-1], batch.actions)
+    of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also let
+    through in `NamedArrays.step`, a field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store`
+    (of a step's outcome to t - 1, as the reward)."""
+    valid = (~batch.first[1:]).float()
+    gaussians, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
+    gaussians = gaussians[:-1]
+    logprobs = log_prob(gaussians, batch.actions)
+    entropy = entropy_of(gaussians)
+    kl = kl_divergence(gaussians, batch.gaussians)
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
-    vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
-                            args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
+    vs, advantages = vtrace(
+        ratio.detach(),
+        values.detach(),
+        batch.rewards,
+        discounts,
+        valid,
+        args.vtrace_rho,
+        args.vtrace_c,
+        args.vtrace_lambda,
+    )
+    targets = vs[:-1]
+    values = values[:-1]
 
-    mean = functools.partial(masked_mean, mask=batch.mask.float())  # converted once: bool x float is slow
+    mean = functools.partial(masked_mean, mask=valid)
     advantages = advantages - mean(advantages)
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_losses = -torch.min(ratio * advantages, clipped * advantages)
-
-    target, old, unit = vs[:-1], batch.values, agent.critic.std
-    value_error, reach = (values[:-1] - target).square(), args.ppo_clip_value * unit
-    clipped_error = (old + (values[:-1] - old).clamp(-reach, reach) - target).square()
-    value_losses = torch.max(value_error, clipped_error) / unit.square()
-
-    kl = kl_divergence(gaussians[:-1], batch.gaussians)
-    loss = mean(policy_losses + args.vf_coef * value_losses - args.ent_coef * entropy + args.kl_loss_coef * kl)
+    value_losses = ((values - targets) / agent.critic.std).square()
+    losses = policy_losses + args.vf_coef * value_losses - args.ent_coef * entropy + args.kl_loss_coef * kl
+    loss = mean(losses)
 
     with torch.no_grad():
-        spread = (target - mean(target)).square()
+        variance = mean((targets - mean(targets)).square())
         samples = {
             "losses/policy_loss": policy_losses,
             "losses/value_loss": value_losses,
             "losses/entropy": entropy,
             "losses/kl": kl,
             "losses/approx_kl": log_ratio.exp() - 1 - log_ratio,  # http://joschu.net/blog/kl-approx.html
-            "losses/old_approx_kl": -log_ratio,  # CleanRL's name for the plain estimate
             "losses/clipfrac": (ratio != clipped).float(),
-            "losses/value": values[:-1],
+            "losses/explained_variance": 1 - (values - targets).square() / variance.clamp(min=1e-8),
             "vtrace/rho_mean": ratio.clamp(max=args.vtrace_rho),
             "vtrace/rho_clipfrac": (ratio > args.vtrace_rho).float(),
         }
-        stacked = torch.stack([*samples.values(), value_error, spread])
-        *means, error, variance = mean(stacked)
-        metrics = dict(zip(samples, means))
-        metrics["losses/explained_variance"] = 1 - error / variance.clamp(min=1e-8)
-    return loss, target, metrics
+        metrics = dict(zip(samples, mean(torch.stack(list(samples.values())))))
+    return loss, targets, metrics
+
+
+# === Mailbox and rollouts =============================================================================================
+
+
+def rows_per_worker(args: Args) -> int:
+    """Raises UserError."""
+    workers = max(1, args.num_workers)
+    if args.num_envs % workers:
+        raise UserError(f"--num-envs {args.num_envs} cannot be shared out evenly among --num-workers {workers}")
+    return args.num_envs // workers
+
+
+def slice_of(args: Args, i: int) -> slice:
+    """The rows of worker i, or the slots of block i: a block has as many slots as a worker has rows."""
+    n = rows_per_worker(args)
+    return slice(i * n, i * n + n)
+
+
+def num_blocks(args: Args) -> int:
+    """Two for each of W workers: while W are LEARNING, every worker has another to fill. No deadlock: while the learner
+    waits, fewer than W are FULL and none is LEARNING, so W others are FREE or FILLING. --sync has one for each worker:
+    none is FREE until the iteration's last step is made. That is all that --sync is."""
+    sync = args.sync or args.num_workers == 0
+    return max(1, args.num_workers) * (1 if sync else 2)
+
+
+def zeros_for(spaces: Spaces, *shape, device="cpu"):
+    """Observations of zeros, by name [*shape, ...]"""
+    zeros = {}
+    for name, space in spaces.obs.items():
+        dtype = getattr(torch, space.dtype.name)
+        zeros[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
+    return zeros
+
+
+def of_each(function, fields):
+    """The same dict, with function(field) in the place of each field, also in the dicts in it."""
+    if isinstance(fields, dict):
+        return {name: of_each(function, field) for name, field in fields.items()}
+    return function(fields)
+
+
+class Mailbox:
+    """The only memory that actors share with the main process. The rows of a worker lie together.
+
+    Between request and reply a worker's rows belong to the inference thread, otherwise to its actor: no locks."""
+
+    def __init__(self, spaces: Spaces, rows: int):
+        # written by the actor, between a reply and its next request
+        self.obs = zeros_for(spaces, rows)  # the current observation
+        self.reward = torch.zeros(rows)  # of the action before it
+        self.terminated = torch.zeros(rows, dtype=torch.bool)  # the action before it ended the episode for good
+        self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
+        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
+        # written by inference, between a request and its reply
+        self.action = torch.zeros(rows, spaces.numbers)  # what to do next, as drawn: not clipped
+
+    def numpy(self) -> SimpleNamespace:
+        """The same memory, now shared, as NumPy arrays, whose indexing is much cheaper than torch's."""
+        return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy(), vars(self)))
+
+
+class Rollouts:
+    """Memory of the main process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
+    device. Flags, rewards and versions are arrays of the host, where the learner finds valid samples without asking the
+    device. `Learner.gather` copies every field, of either kind. Rewards and log-probabilities start as NaN: were a slot
+    read before it is written, the loss would say so.
+
+    A block of slots is FILLING from when its worker gets it until the rollouts are complete, then FULL (both in
+    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
+    makes it FREE."""
+
+    def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
+        # on the device; T + 1: with the observation that the last value is bootstrapped from
+        self.obs = zeros_for(spaces, T + 1, slots, device=device)
+        self.actions = torch.full((T, slots, spaces.numbers), torch.nan, device=device)
+        self.gaussians = torch.full((T, slots, 2 * spaces.numbers), torch.nan, device=device)  # the acting policy (mu)
+        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
+        self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # at obs[0], before `first[0]` zeroes it
+        # on the host
+        self.first = np.zeros((T + 1, slots), bool)
+        self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
+        self.terminated = np.zeros((T, slots), bool)
+        self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
 
 
 # === Actor ============================================================================================================
 
 
 class WorkerEnvs:
-    """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; from then on the rows
-    belong to the caller, until it has filled in the actions and calls `step` for that split again."""
+    """The environments of one worker. `reset` and `step` write its rows of the mailbox; from then on the rows belong to
+    the caller, until it has filled in the actions and calls `step` again."""
 
     def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
-        """mailbox: its arrays."""
-        random.seed(seed)  # else forked actors would all draw the same numbers from these generators
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        S = args.worker_num_splits
-        n = args.num_envs_per_worker // S
-        self.args, self.mailbox, self.seed, self.n = args, mailbox, seed, n
-        self.splits = [make_envs(args, n) for _ in range(S)]
-        starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
-        self.rows = [slice(start, start + n) for start in starts]
-        self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
-        self.totals = np.zeros((S, n, len(EPISODE)))  # of the episodes under way
+        """mailbox: its arrays. Environment i is seeded with seed + i."""
+        n = rows_per_worker(args)
+        self.mailbox = mailbox
+        self.rows = slice_of(args, worker)
+        self.seed = seed
+        self.envs = make_envs(args, n)
+        self.over = np.zeros(n, bool)  # the last step ended an episode: the next one only resets
+        self.sums = np.zeros((n, len(EPISODE)))  # of the episodes under way
 
-    def reset(self, split: int) -> None:
-        """Starts the split's environments."""
-        r, mailbox = self.rows[split], self.mailbox
-        self.write(r, self.splits[split].reset(seed=self.seed + split * self.n)[0])
-        mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
+    def reset(self):
+        observation, _ = self.envs.reset(seed=self.seed)
+        self.write(observation, reward=0.0, terminated=False, first=True, episode=0.0)
 
-    def step(self, split: int) -> None:
-        r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
-        first = self.ended[split].copy()
-        action = np.clip(mailbox.action[r], envs.action_space.low, envs.action_space.high)
-        observation, reward, terminated, truncated, info = envs.step(action)
-        self.write(r, observation)
-        raw_reward = info.get("raw_reward", reward)
-        if raw_reward.dtype.kind != "f":  # Gymnasium gives all environments' values the type of the first
-            raise TypeError(f"raw_reward must be a float, not {raw_reward.dtype}")
+    def step(self):
+        space = self.envs.single_action_space
+        action = np.clip(self.mailbox.action[self.rows], space.low, space.high)  # a copy: the environment may keep it
+        observation, reward, terminated, truncated, info = self.envs.step(action)
         if not np.isfinite(reward).all():
             raise ValueError(f"a reward is not finite: {reward}")
-        reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
-        mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
-        self.ended[split] = terminated | truncated
-        own = [info.get(name, np.zeros(self.n)) for name in EPISODE[3:]]
-        totals += np.stack([raw_reward, reward, np.ones(self.n), *own], axis=-1) * ~first[:, None]
-        over = np.asarray(info.get("game_over", self.ended[split]), bool)  # not where a lost life ended it
-        mailbox.episode[r] = totals * over[:, None]
-        totals[over] = 0
+        first = self.over
+        self.over = terminated | truncated
+        zeros = np.zeros(len(first))
+        own_sums = [info.get(name, zeros) for name in OWN_SUMS]
+        self.sums += np.stack([reward, zeros + 1, *own_sums], axis=-1)
+        self.sums[first] = 0  # what only resets does not count
+        episode = self.sums * self.over[:, None]
+        self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
 
-    def write(self, r: slice, observation) -> None:
-        for name, part in by_name(observation).items():
-            self.mailbox.obs[name][r] = part
-
-    def close(self) -> None:
-        for envs in self.splits:
-            envs.close()
+    def write(self, observation, **flags):
+        for name, part in observation.items():
+            self.mailbox.obs[name][self.rows] = part
+        for name, value in flags.items():
+            getattr(self.mailbox, name)[self.rows] = value
 
 
-DIED = b"\xff"  # instead of a split's number: the traceback of a dying actor follows
-
-
-def read_splits(pipe) -> bytes:
-    """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
+def ask(pipe) -> bool:
+    """Tells inference that an actor's rows are written, and waits until their actions are. False: the run has ended."""
     try:
-        return os.read(pipe.fileno(), 4096)
-    except ConnectionResetError:  # closed with a byte of ours unread
-        return b""
+        pipe.send(None)
+        pipe.recv()
+        return True
+    except (EOFError, ConnectionError):
+        return False
 
 
-def write_splits(pipe, splits: bytes) -> None:
-    with contextlib.suppress(OSError):  # the other end is closed, as the next read will say
-        os.write(pipe.fileno(), splits)
-
-
-def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
-    """An actor. A byte that it writes to its pipe says that the rows of that split are written. A byte that it reads
-    says that the split's actions are written. The end of the pipe is the end of the run, or of the main process. If it
-    dies of an exception, it sends the traceback. Where a library crashed, or hung until the timer ran out, it writes to
-    stderr."""
-    seconds = 0.0  # no timer
-    if args.num_workers:  # else it is a thread of the main process, which may be in a debugger
-        if args.actor_timeout:
-            seconds = args.actor_timeout + worker / 10  # actors that hang together: one stack after another
-        faulthandler.enable()
-        faulthandler.register(signal.SIGALRM, chain=True)  # chain: after that the signal kills, as always
-        os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
-        if core is not None:
-            os.sched_setaffinity(0, {core})  # engines inherit it: both talk twice a tic, cheapest on one core
+def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
+    """Body of an actor. It sends None when its rows are written, and receives None when their actions are. A string is
+    a traceback. The end of the pipe is the end of the other side, however it died."""
+    if args.num_workers:  # else it is a thread of the main process
+        os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
+        for number in SIGNALS:
+            signal.signal(
+                number, lambda *_: None
+            )  # a job's SIGTERM comes to all. SIG_IGN would be inherited by programs
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         torch.set_num_threads(1)
+        seed_generators(seed)
         gym.logger.min_level = gym.logger.ERROR  # the main process has shown its warnings
-    timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
-    with contextlib.closing(pipe):
-        try:
-            timer(seconds * args.num_envs_per_worker)
-            envs = WorkerEnvs(args, worker, mailbox.arrays(), seed)
-            for split in range(args.worker_num_splits):
-                timer(seconds * envs.n)
-                envs.reset(split)
-                timer(0)
-                write_splits(pipe, bytes([split]))  # from here on its rows belong to inference, until a reply names it
-            while splits := read_splits(pipe):
-                for split in splits:
-                    timer(seconds)
-                    envs.step(split)
-                    timer(0)  # waiting for actions is no hang
-                    write_splits(pipe, bytes([split]))
-            timer(seconds)
-            envs.close()
-        except BaseException:  # sys.exit() in an environment, too
-            write_splits(pipe, DIED + traceback.format_exc().encode(errors="replace"))
-            sys.exit(1)
+    try:
+        worker_envs = WorkerEnvs(args, worker, mailbox.numpy(), seed)
+        with contextlib.closing(worker_envs.envs):
+            worker_envs.reset()
+            while ask(pipe):
+                worker_envs.step()
+    except BaseException:  # sys.exit() in an environment, too
+        with contextlib.suppress(ConnectionError):  # another actor has ended the run
+            pipe.send(traceback.format_exc().strip())
+    finally:
+        pipe.close()
+        if args.num_workers:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os.killpg(0, signal.SIGKILL)  # itself, and the programs that environments have started and not ended
 
 
 # === Inference ========================================================================================================
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Marks this point of the calling thread's CUDA stream. On a CPU nothing is ever under way."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+def wait_for(device):
+    """Waits until all that this thread has asked of the device, in its stream, is done. (On a CPU it always is.)"""
+    module = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    event.synchronize()
 
 
-def wait_event(event: torch.cuda.Event | None) -> None:
-    """Makes the calling thread's CUDA stream (not the thread) wait until the mark was passed."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
-
-
-def own_stream(device: torch.device, threads: int, priority: int = 0):
-    """Sets a thread's number of CPU threads; returns a context with a CUDA stream of its own (priority -1 is high)."""
-    torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        return torch.cuda.stream(torch.cuda.Stream(device, priority))
-    return contextlib.nullcontext()
-
-
-class ActingPolicy:
-    """Two copies of the policy: inference uses the current one, the learner overwrites the spare one, then they swap. A
-    copy's lock lets one thread at a time launch work on it; on CUDA its event makes the next user's stream wait for
-    that work. So inference never sees half an update."""
-
-    def __init__(self, agent: Agent, device: torch.device):
-        self.device, self.learned = device, [*agent.parameters(), *agent.buffers()]  # updated in place
-        self.current, self.spare = self.frozen_copy(agent), self.frozen_copy(agent)
-
-    def frozen_copy(self, agent: Agent) -> SimpleNamespace:
-        frozen = copy.deepcopy(agent).requires_grad_(False).to(self.device)  # to() packs the core's weights for cuDNN
-        tensors = [*frozen.parameters(), *frozen.buffers()]
-        return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
-
-    @contextlib.contextmanager
-    def use(self, policy: SimpleNamespace):
-        with policy.lock:
-            wait_event(policy.event)
-            yield policy
-            policy.event = record_event(self.device)
-
-    @torch.no_grad()
-    def publish(self, version: int) -> None:
-        """The learner's weights and statistics, as they are now, act from the next inference on."""
-        with self.use(self.spare) as spare:  # waits for the last inference that still used it
-            torch._foreach_copy_(spare.tensors, self.learned)
-            spare.version = version
-        self.current, self.spare = spare, self.current
+def own_stream(device, priority=0):
+    """A context with a stream of this thread's own. Priority -1 is high: not to queue behind a backward pass."""
+    module = torch.get_device_module(device)
+    if device.index is not None:
+        module.set_device(device)  # of this thread
+    return module.stream(module.Stream(priority=priority))
 
 
 class Inference:
-    """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
-    the memory and the queues between itself, the actors and the learner."""
+    """Serves the workers that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
+    the memory, the pipes and the queue between itself, the actors and the learner.
+
+    It acts with the learner's own network. Acting with it and changing it both hold the lock until the device is done:
+    no action comes from half an update. The learner computes loss and gradient without the lock: nobody else
+    changes the network. Blocks, too, change hands only when the host has waited for what it had asked to be done with
+    them: there are no events between the two streams."""
 
     def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
-        self.args, self.device = args, device
-        rows, slots = max(1, args.num_workers) * args.num_envs_per_worker, slots_needed(args)
-        self.size = args.num_envs_per_worker // args.worker_num_splits  # rows in a group
-        self.mailbox = Mailbox(spaces, rows)
-        for field in fields_of(self.mailbox):
-            field.share_memory_()
-        self.arrays = self.mailbox.arrays()
-        self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
-        self.acting = ActingPolicy(agent, device)
-        self.full, self.released = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event): to the learner, and back
-        self.bell = os.eventfd(0)  # wakes this thread when slots are free, or the run ends
-        self.free_slots = deque(range(slots))
-        groups = rows // self.size
-        self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
-        self.filling: list[np.ndarray | None] = [None] * groups  # its slots; None: handed over, and no new ones yet
-        self.state = torch.zeros(rows, agent.state_size, device=device)
-        self.staged = room_for(spaces, rows, device=device)  # observations of the rows being served
-        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
-            for source in self.mailbox.obs.values():
-                error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
-                torch.cuda.check_error(int(error))
-        # The last finished episodes, see EPISODE. Checkpoints keep them: the episodes that end first after a resume are
-        # short ones, whose mean could pass for a best return.
-        self.episodes: deque[list[float]] = deque(maxlen=100)
+        self.args = args
+        self.device = device
+        self.agent = agent
+        self.version = 0  # of the agent
+        self.lock = threading.Lock()  # of the agent
+        workers = max(1, args.num_workers)
+        blocks = [slice_of(args, i) for i in range(num_blocks(args))]
+        self.shared_mailbox = Mailbox(spaces, args.num_envs)
+        self.mailbox = self.shared_mailbox.numpy()  # the same memory
+        self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
+        self.state = torch.zeros(args.num_envs, agent.state_size, device=device)
+        self.filling = dict(enumerate(blocks[:workers]))  # by worker; without an entry it waits for a FREE block
+        self.t = np.zeros(workers, int)  # steps so far in the worker's FILLING block
+        self.free = deque(blocks[workers:])
+        self.full = queue.SimpleQueue()  # blocks to the learner
+        self.end = None  # what ends the run: an error, or KeyboardInterrupt
+        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; its end is the end of the thread
+        self.pipes, self.actor_ends = zip(*[mp.Pipe() for _ in range(workers)])
+        self.selector = selectors.DefaultSelector()
+        for pipe in (self.returned, *self.pipes):
+            self.selector.register(pipe, selectors.EVENT_READ)
+        self.requests = []  # workers that wait for actions, the oldest first: their rows are this thread's
+        self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE
         self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
-        self.stopping = False
 
-    def release(self, slots: np.ndarray) -> None:
-        """The learner gives slots back: LEARNING -> FREE, once the event, recorded after its last copy, has passed."""
-        self.released.put((slots, record_event(self.device)))
-        os.eventfd_write(self.bell, 1)
-
-    def stop(self) -> None:
-        self.stopping = True
-        os.eventfd_write(self.bell, 1)
-
-    def unpin(self) -> None:
-        """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
-        if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # the error that broke CUDA has been raised, and is shown
-                torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
-            for source in self.mailbox.obs.values():
-                torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
-
-    def run(self, actors: "Actors") -> None:
-        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches. `actors`
-        (below the first reading) has the pipes: `requests` are the groups that wait, `reply` gives them their rows
-        back, `wait` waits for the next requests, or for the bell."""
+    def run(self):
+        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches."""
         try:
-            with own_stream(self.device, self.args.inference_threads, priority=-1):
-                while not self.stopping:
-                    actors.reply(self.serve(actors.requests))
-                    why = "blocked" if actors.requests else "idle"
+            with torch.inference_mode(), own_stream(self.device, priority=-1):
+                while not self.learner_end.closed:
+                    self.serve()
+                    waiting_for = "blocks" if self.requests else "requests"
                     start = time.perf_counter()
-                    actors.wait()
-                    self.counts[why] += time.perf_counter() - start
+                    events = self.selector.select()
+                    self.counts[waiting_for] += time.perf_counter() - start
+                    for key, _ in events:
+                        self.receive(key.fileobj)
+                wait_for(self.device)  # before the memory that it uses is let go of
         except BaseException as error:
-            self.full.put(error)  # the learner raises it
+            self.end_with(error)
 
-    @torch.inference_mode()
-    def serve(self, groups: list[int]) -> list[int]:
-        """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
-        returns these groups. The others wait: the caller tries them again when slots are free."""
-        filled = [group for group in groups if self.t[group] == self.args.rollout]
-        if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
-            self.store(filled)
-            event = record_event(self.device)
-            for group in filled:
-                self.full.put((self.filling[group], event))  # FILLING -> FULL
-                self.t[group], self.filling[group] = 0, None
-        while not self.released.empty():
-            slots, event = self.released.get()
-            wait_event(event)  # the learner's copy out of these slots
-            self.free_slots.extend(slots)
-        for group in groups:
-            if self.filling[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
-                self.filling[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
-        ready = [group for group in groups if self.filling[group] is not None]
+    def end_with(self, error):
+        """The learner raises it when it next takes blocks, whatever else is FULL."""
+        self.end = error
+        self.full.put(None)
+
+    def receive(self, pipe):
+        """Takes a worker's request, or blocks from the learner: LEARNING -> FREE. Raises UserError."""
+        if pipe is self.returned:
+            with contextlib.suppress(EOFError):  # `learner_end` was closed
+                self.free.extend(pipe.recv())
+            return
+        worker = self.pipes.index(pipe)
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            raise UserError(f"actor {worker} was killed, or crashed") from None
+        if message is not None:
+            raise UserError(f"actor {worker} raised an exception\n{message}")
+        self.requests.append(worker)
+
+    def serve(self):
+        """Hands over the blocks that are complete, and answers all workers that have a block or get a new one. The
+        others go on waiting, until a block is free."""
+        complete = [worker for worker in self.requests if self.t[worker] == self.args.rollout]
+        if complete:  # their rows are stored twice: here as obs[T] of the old block, below as obs[0] of the new one
+            self.store(complete)
+            wait_for(self.device)  # the learner, whose stream is another, finds these blocks written
+            for worker in complete:
+                self.full.put(self.filling.pop(worker))  # FILLING -> FULL
+                self.t[worker] = 0
+        for worker in self.requests:
+            if worker not in self.filling and self.free:  # FREE -> FILLING
+                self.filling[worker] = self.free.popleft()
+                self.rollouts.rnn_state[0, self.filling[worker]] = self.state[slice_of(self.args, worker)]
+        ready = [worker for worker in self.requests if worker in self.filling]
         if ready:
             self.act(ready)
-        return ready
+        self.requests = [worker for worker in self.requests if worker not in ready]
+        for worker in ready:
+            with contextlib.suppress(ConnectionError):  # it has died, as `receive` will find
+                self.pipes[worker].send(None)
 
-    def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and slots on the
-        host, and on the device, there with `first`."""
-        n, arrays, rollouts = self.size, self.arrays, self.rollouts
-        rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
-        t = np.repeat([self.t[group] for group in groups], n)
-        slots = np.concatenate([self.filling[group] for group in groups])
-        first = arrays.first[rows]
-        rollouts.first[t, slots] = first
-        later = t > 0  # at t = 0 reward and flag belong to the slot before, where they are already
-        before = (t[later] - 1, slots[later])  # index of the action that they followed
-        rollouts.rewards[before] = arrays.reward[rows[later]]
-        rollouts.terminated[before] = arrays.terminated[rows[later]]
-        index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
-        for name, source in self.mailbox.obs.items():
-            staged, field = self.staged[name], rollouts.obs[name]
-            for i, group in enumerate(groups):
-                staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
-            if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
-                field.numpy()[t, slots] = staged.numpy()[: len(rows)]
-            else:
-                field[index[1], index[2]] = staged[: len(rows)]
-        return (rows, t, slots), index.unbind()
+    def store(self, workers: list[int]):
+        """Copies the mailbox rows of the workers to their times and slots."""
+        mailbox = self.mailbox
+        rollouts = self.rollouts
+        for worker in workers:
+            rows = slice_of(self.args, worker)
+            slots = self.filling[worker]
+            t = self.t[worker]
+            for name, source in mailbox.obs.items():
+                rollouts.obs[name][t, slots].copy_(torch.from_numpy(source[rows]), non_blocking=True)
+            rollouts.first[t, slots] = mailbox.first[rows]
+            if t > 0:  # else they belong to the block before, where they are already
+                rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
+                rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
 
-    def act(self, groups: list[int]) -> None:
-        (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
-        n, rollouts = len(rows), self.rollouts
-        with self.acting.use(self.acting.current) as policy:
-            obs = {name: staged[None, :n] for name, staged in self.staged.items()}
-            before = self.state[d_rows]
-            gaussians, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), before)
-            actions, logprobs = sample_actions(gaussians[0])
-            rollouts.actions[d_t, d_slots], rollouts.gaussians[d_t, d_slots] = actions, gaussians[0]
-            rollouts.logprobs[d_t, d_slots] = logprobs
-            rollouts.values[d_t, d_slots] = values[0]
-            begun = np.flatnonzero(t == 0)
-            if len(begun):
-                d_begun = torch.from_numpy(begun).to(self.device, non_blocking=True)
-                rollouts.rnn_state[d_slots[d_begun]] = before[d_begun]
-            rollouts.versions[t, slots] = policy.version
-        # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
-        self.arrays.action[rows] = actions.cpu().numpy()
-        ended = rows[self.arrays.episode[rows, EPISODE.index("episodic_length")] > 0]
-        self.episodes.extend(self.arrays.episode[ended].tolist())
-        for group in groups:
-            self.t[group] += 1
-        self.counts["rows"] += n
+    def act(self, workers: list[int]):
+        """Stores the rows of the workers, and chooses their next actions."""
+        self.store(workers)
+        rollouts = self.rollouts
+        places = [(self.t[worker], self.filling[worker]) for worker in workers]
+        obs = {name: torch.cat([field[place] for place in places])[None] for name, field in rollouts.obs.items()}
+        rows = np.r_[*(slice_of(self.args, worker) for worker in workers)]
+        slots = np.r_[*(self.filling[worker] for worker in workers)]
+        t = self.t[workers].repeat(rows_per_worker(self.args))
+        d_rows, d_t, d_slots = torch.from_numpy(np.stack([rows, t, slots])).to(self.device, non_blocking=True)
+        first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device, non_blocking=True)
+        with self.lock:
+            gaussians, _, self.state[d_rows] = self.agent(obs, first, self.state[d_rows])
+            actions = draw(gaussians[0])
+            self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
+            rollouts.versions[t, slots] = self.version
+        rollouts.actions[d_t, d_slots] = actions
+        rollouts.gaussians[d_t, d_slots] = gaussians[0]
+        rollouts.logprobs[d_t, d_slots] = log_prob(gaussians[0], actions)
+        self.t[workers] += 1
+        ended = rows[self.mailbox.episode[rows].any(axis=1)]
+        self.episodes.extend(self.mailbox.episode[ended].tolist())
+        self.counts["rows"] += len(rows)
         self.counts["forwards"] += 1
 
 
@@ -987,692 +900,354 @@ class Inference:
 
 
 class Learner:
-    """Takes the FULL slots of one iteration at a time, and improves the policy."""
+    """Takes the FULL blocks of one iteration at a time, and improves the policy."""
 
-    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
-        self.args, self.agent, self.inference, self.device = args, agent, inference, device
-        self.parameters = list(agent.parameters())
-        self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, eps=1e-6, fused=True)
-        self.full_slots: list[int] = []  # the oldest first
-        self.version = 0  # of the policy published last
-        self.global_step = 0  # valid transitions received
-        self.skipped = 0  # iterations, or steps of one, without a single usable sample
-        self.best_return = -float("inf")
-        self.deadline = np.inf  # when the time is up
+    def __init__(self, args: Args, inference: Inference):
+        self.args = args
+        self.inference = inference
+        self.agent = inference.agent
+        self.device = inference.device
+        self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.global_step = 0  # valid transitions learned from
 
-    def load(self, checkpoint: dict) -> None:
-        """Loads all but the weights, which the agent has already."""
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
-        self.best_return = checkpoint["best_return"]
-        self.inference.episodes.extend(episode for episode in checkpoint["episodes"] if len(episode) == len(EPISODE))
-        self.inference.acting.publish(self.version)
+    def collect(self) -> list[slice]:
+        """Waits for the blocks of an iteration: FULL -> LEARNING. Raises what ends the run: an error of the inference
+        thread, or KeyboardInterrupt for a signal."""
+        start = time.perf_counter()
+        blocks = []
+        for _ in self.inference.pipes:  # as many as there are workers; a fast one may come twice
+            blocks.append(self.inference.full.get())
+            if self.inference.end:
+                raise self.inference.end
+        self.inference.counts["learner"] += time.perf_counter() - start
+        return blocks
 
-    def collect(self) -> np.ndarray | None:
-        """Waits for the slots of an iteration: FULL -> LEARNING. None when the time is up or the user stops the run
-        (STOP is below, beside what a signal does). Raises what has ended the inference thread."""
-        start, args = time.perf_counter(), self.args
-        count = args.num_batches_per_epoch * args.batch_size // args.rollout
-        while not STOP.asked_at and time.monotonic() < self.deadline:
-            if len(self.full_slots) >= count:
-                self.inference.counts["waited"] += time.perf_counter() - start
-                slots, self.full_slots = self.full_slots[:count], self.full_slots[count:]
-                return np.array(slots)
-            with contextlib.suppress(queue.Empty):
-                item = self.inference.full.get(timeout=0.5)
-                if isinstance(item, BaseException):
-                    raise item
-                slots, event = item
-                wait_event(event)  # inference's writes to these slots
-                self.full_slots.extend(slots)
-        return None
-
-    def learning_rate(self) -> float:
-        """The learning rate of the next iteration."""
-        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
-        return self.args.learning_rate * left
-
-    def iterate(self, slots: np.ndarray) -> dict[str, float]:
-        """Learns from the slots of an iteration, and publishes each policy that it makes. The slots stay LEARNING until
-        the last policy is published. Returns the metrics of the last step that had samples. Raises FloatingPointError
-        before a non-finite update is made: the weights are still good."""
-        args, rollouts, version = self.args, self.inference.rollouts, self.version
-        metrics = {}
+    def iterate(self, blocks: list[slice]):
+        """Learns from the blocks of an iteration. They stay LEARNING until its last step is made. Returns the metrics
+        of that step."""
+        args = self.args
+        rollouts = self.inference.rollouts
+        slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots]
-        steps, too_old, lag_sum, longest = self.count((version - rollouts.versions[:, slots])[valid])
-        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
-        self.global_step += steps
-        if too_old == steps:  # an iteration without a usable sample is no update
-            self.skipped += 1
-        else:
-            batches = []  # slots of each optimiser step
-            if version or not args.normalize_input:  # the first iteration only initialises the inputs' statistics
-                for _ in range(args.num_epochs):
-                    dealt = slots[torch.randperm(len(slots)).numpy()]
-                    batches += np.split(dealt, args.num_batches_per_epoch)
-            for i, batch in enumerate(batches):
-                if i > 0:
-                    self.publish()
-                last_epoch = i >= len(batches) - args.num_batches_per_epoch
-                metrics = self.update(self.gather(batch, version), last_epoch) or metrics
-            # New statistics change the policy too: they are published together with the last weights.
-            if args.normalize_input:
-                self.update_statistics(slots, valid)
-            self.publish()
-        self.inference.release(slots)  # with `sync` only now are there free ones: to be filled by the newest version
-        if metrics:
-            metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-            metrics["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        if steps:
-            metrics |= {"lag/mean": lag_sum / steps, "lag/max": longest, "lag/masked": too_old / steps}
-        return metrics
+        lags = (self.inference.version - rollouts.versions[:, slots])[valid]
+        remaining = 1 - self.global_step / args.total_timesteps if args.anneal_lr else 1.0
+        self.optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
+        for epoch in range(args.num_epochs):
+            dealt = slots[torch.randperm(len(slots)).numpy()]
+            for batch in np.array_split(dealt, num_batches):
+                metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
+        self.global_step += len(lags)
+        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` was for their copies
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+        return metrics | {
+            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "lag/mean": lags.sum() / max(1, len(lags)),
+            "lag/max": lags.max(initial=0),
+        }
 
-    def count(self, lags: np.ndarray) -> tuple[int, int, int, int]:
-        """lags of an iteration's valid samples -> how many, how many too old to be used; the sum and the longest."""
-        too_old = np.count_nonzero(lags >= self.args.max_policy_lag)
-        return len(lags), too_old, int(lags.sum()), int(lags.max(initial=0))
+    def gather(self, slots: np.ndarray) -> SimpleNamespace:
+        """A batch: copies of these slots of all fields of Rollouts, on the device."""
+        d_slots = torch.from_numpy(slots).to(self.device)
 
-    def gather(self, slots: np.ndarray, version: int) -> Batch:
-        """Copies slots out of the rollouts. version: the learner's when it took the slots; lags are counted from it."""
-        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
-        obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
-        names = ("actions", "gaussians", "logprobs", "values")
-        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in names}
-        rnn_state = r.rnn_state.index_select(0, d_slots)
-        first, lag = r.first[:, slots], version - r.versions[:, slots]
-        restarts = [0, *(np.flatnonzero(first[1:].any(1)) + 1).tolist()]  # here without asking the device
-        mask = ~first[1:] & (lag < self.args.max_policy_lag)
-        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
-        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
-        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts)
+        def take(field):
+            if isinstance(field, np.ndarray):
+                return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
+            return field.index_select(1, d_slots)
 
-    def update(self, batch: Batch, last_epoch: bool) -> dict[str, torch.Tensor]:
-        """One optimiser step. Returns its metrics; none where no sample could be used."""
-        loss, target, metrics = appo_loss(self.args, self.agent, batch)
-        grad_norm = self.step(loss, batch.mask)
-        if self.args.normalize_returns and last_epoch:  # every sample counts once
-            self.agent.critic.update(target, batch.mask)
-        return {} if grad_norm is None else metrics | {"losses/grad_norm": grad_norm}
+        return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
 
-    def step(self, loss: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        """Descends the loss. Returns the norm of its gradient; None, and no step, where the mask of its samples was
-        empty (0/0). Raises FloatingPointError."""
+    def update(self, batch: SimpleNamespace, last_epoch: bool):
+        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError, and makes no step."""
+        loss, targets, metrics = appo_loss(self.args, self.agent, batch)
         self.optimizer.zero_grad()
         loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm or torch.inf, foreach=True)
-        if torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
+        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        # This check waits for the device: so nothing broken is published or saved, and inference does not wait at the
+        # lock for a backward pass.
+        if not torch.isfinite(loss + grad_norm):
+            raise FloatingPointError(
+                f"the loss ({loss.item()}) or its gradient is not finite: check observations and rewards, "
+                "or try a lower --learning-rate or --max-grad-norm"
+            )
+        valid = ~batch.first[1:]
+        start = int(torch.randint(4, ()))  # inputs' statistics are of every fourth step: neighbours hardly differ
+        with self.inference.lock:
+            if last_epoch:  # every sample counts once
+                for name, normalizer in self.agent.normalizers.items():
+                    normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
             self.optimizer.step()
-            return grad_norm
-        if mask.any():
-            raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite: check observations, or "
-                                     "try a lower --learning-rate or --max-grad-norm")  # fmt: skip
-        self.skipped += 1
-        return None
-
-    def update_statistics(self, slots: np.ndarray, valid: np.ndarray) -> None:
-        """The inputs' statistics, from a random quarter of the iteration's steps: neighbours hardly differ."""
-        times = torch.randperm(len(valid))[: max(1, len(valid) // 4)].tolist()
-        d_slots = torch.from_numpy(slots).to(self.device)
-        rollouts = self.inference.rollouts.obs.items()
-        obs = {name: torch.cat([field[t].index_select(0, d_slots) for t in times]) for name, field in rollouts}
-        self.agent.update_normalizers(obs, torch.from_numpy(valid[times].flatten()).to(self.device))
-
-    def publish(self) -> None:
-        self.version += 1
-        self.inference.acting.publish(self.version)
+            if last_epoch:
+                self.agent.critic.update(targets, valid)
+            self.inference.version += 1
+            wait_for(self.device)
+        return metrics | {"losses/grad_norm": grad_norm}
 
 
-# A first reading ends here. What follows starts a run, keeps it alive and tidy, and reports what it does.
+# A first reading ends here.
 
 
-# === Actors and signals ===============================================================================================
+# === Run ==============================================================================================================
+
+# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, at which
+# the actors end. What leads there is
+# - the last step: the loop is over;
+# - Ctrl-C or SIGTERM: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second signal
+#   ends the process at once; the actors find their pipes closed when their step is over, as after kill -9);
+# - an actor's death or an exception in its environments, or an error in the inference thread: in the same way;
+# - an error in the learner: as it is.
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AT_LEAST = dict(num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1)
+AT_LEAST |= dict(seed=0, learning_rate=0, gamma=0, max_grad_norm=0)
 
 
-def start_forkserver() -> None:
-    """Starts the process that actors are forked from. It imports its modules beside this one, which saves a second."""
-    mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "envpool"])
-    # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
-    # an actor's first moment on. A signal that comes meanwhile is ours when we unblock.
-    multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+def check(args: Args):
+    """Raises UserError."""
+    for name, least in AT_LEAST.items():
+        value = getattr(args, name)
+        if not value >= least:  # NaN is not, either
+            raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {least}")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # of several lines
+        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
 
 
-class Actors:
-    """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
-    thread while the environments start, then the inference thread, and the main thread again when they are to stop.
-
-    When an actor dies, its environments and the last transition of each of its rows are lost: the row's next
-    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
-
-    SHORT_LIFE = 1000  # requests. A worker whose actors die sooner three times in a row ends the run
-
-    def __init__(self, args: Args, inference: "Inference", session: int, log):
-        """Another `session` number gives the environments other seeds."""
-        self.args, self.inference, self.session, self.log = args, inference, session, log
-        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        self.selector, self.started, self.deaths = selectors.DefaultSelector(), False, 0
-        self.traceback = b""  # the last one shown
-        self.selector.register(inference.bell, selectors.EVENT_READ)
-        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
-        # of each worker: its actor, our end of its pipe, how often this actor has asked, how many died early in a row
-        self.workers = max(1, args.num_workers)
-        self.actors, self.pipes = [None] * self.workers, [None] * self.workers
-        self.requested, self.short_lives = [0] * self.workers, [0] * self.workers
-
-    def start_all(self) -> None:
-        """Returns when every environment has been started, or the user stops the run. Raises UserError."""
-        for worker in range(self.workers):
-            self.start(worker)
-        total, n = len(self.inference.mailbox.first), self.inference.size
-        with tqdm(total=total, desc="starting environments", disable=None) as bar:
-            while len(self.requests) * n < total and not STOP.asked_at:
-                self.wait(0.5)
-                bar.update(len(self.requests) * n - bar.n)
-        self.started = True
-
-    def start(self, worker: int) -> None:
-        args, allowed = self.args, sorted(os.sched_getaffinity(0))
-        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        # The seed of its first environment; environment i gets seed + i. Below 2**30, so that all fit 31 bits.
-        entropy = np.random.SeedSequence((args.seed, self.session, worker, self.deaths))
-        seed = int(entropy.generate_state(1)[0]) >> 2
-        self.requested[worker] = 0
-        self.pipes[worker], pipe = self.context.Pipe()
-        self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
-        process = self.context.Process if args.num_workers else multiprocessing.dummy.Process  # dummy: a thread
-        started = process(target=actor, args=(core, args, worker, seed, self.inference.mailbox, pipe))
-        started.daemon = True
-        started.start()
-        self.actors[worker] = started
-        # On return nothing refers to `pipe` here, so it is closed: the actor's copy is the only one, and ends with it.
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits for requests, for slots that become free (the bell), or for the end. Raises UserError."""
-        S = self.args.worker_num_splits
-        for key, _ in self.selector.select(timeout):
-            worker = key.data
-            if worker is None:
-                os.eventfd_read(self.inference.bell)
-                continue
-            data = read_splits(key.fileobj)
-            splits, died, text = data.partition(DIED)
-            self.requests += [worker * S + split for split in splits]
-            self.requested[worker] += len(splits)
-            if died or not data:
-                self.replace(worker, text)
-
-    def reply(self, groups: list[int]) -> None:
-        """Gives the groups' rows back to their actors."""
-        self.requests = [group for group in self.requests if group not in groups]
-        for group in groups:
-            worker, split = divmod(group, self.args.worker_num_splits)
-            write_splits(self.pipes[worker], bytes([split]))
-
-    def replace(self, worker: int, text: bytes) -> None:
-        """The actor has ended, and with its pipe all that it had asked for. text: how its traceback begins, if it sent
-        one. Raises UserError where another actor is not to be tried."""
-        pipe, process = self.pipes[worker], self.actors[worker]
-        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
-        self.selector.unregister(pipe)
-        while rest := read_splits(pipe):
-            text += rest
-        pipe.close()
-        process.join(5)
-        if self.args.num_workers and process.is_alive():  # it has closed its pipe, but lives
-            process.kill()
-            process.join(5)
-        if text:
-            lines = text.decode(errors="replace").rstrip()
-            how = "died: " + lines.splitlines()[-1]
-            if text != self.traceback:  # actors that die of the same do not repeat it
-                self.traceback = text
-                self.log(f"actor {worker}:\n{lines}")
-        elif process.exitcode == -signal.SIGALRM:
-            how = "hung (its stack is above)"
-        elif (process.exitcode or 0) < 0:
-            how = f"died of {signal.Signals(-process.exitcode).name}"
-        else:
-            how = f"ended (exit code {process.exitcode})"
-        if not self.started:  # the user's to mend; another actor would end in the same way
-            raise UserError(f"while its environments started, actor {worker} {how}")
-        if not self.args.num_workers:  # a thread is not replaced
-            raise UserError(f"actor {worker} {how}")
-        self.deaths += 1
-        self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
-        if self.short_lives[worker] == 3:
-            raise UserError(f"for the third time in a row, actor {worker} {how}")
-        self.log(f"actor {worker} {how}; starting another")
-        self.start(worker)
-
-    def stop(self) -> None:
-        """Ends all actors: by closing their pipes, and after five seconds by force. A thread is waited for: Python
-        cannot end beside one that is in an engine."""
-        deadline = time.monotonic() + 5
-        for pipe in filter(None, self.pipes):
-            pipe.close()
-        for process in filter(None, self.actors):
-            process.join(max(0.0, deadline - time.monotonic()) if self.args.num_workers else None)
-            if self.args.num_workers:
-                process.kill()
+def seed_generators(seed: int):
+    """Of environments that draw from these; actors would all have the same."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
-STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
+def handle_signals(inference: Inference):
+    """A signal is a message to the learner, so that no update is cut in two. Starts the fork server meanwhile: it
+    ignores them, too, and so does an actor until it is in a process group of its own."""
 
+    def handler(*_):
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        inference.end_with(KeyboardInterrupt())
 
-def on_signal(number: int, frame) -> None:
-    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
-    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
-    comes more than a second later ends this process at once, and with it actors and engines. A sooner one is
-    taken for the first one, sent twice by a launcher; while a checkpoint is being written any is ignored."""
-    STOP.asked_at = STOP.asked_at or time.monotonic()
-    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
-        os.write(2, b"\nstopped at once\n")
-        os._exit(130)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if inference.args.num_workers:
+        forkserver.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm"])
+        forkserver.ensure_running()
+    for number in SIGNALS:
+        signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def sampling(inference: Inference, actors: Actors):
-    """Context with actors, their environments and the inference thread, all ended with it."""
-    thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
+def running(inference: Inference):
+    """Context with the inference thread, and the actors with their environments, whose seeds depend on the version: a
+    resumed run has other episodes."""
+    args = inference.args
+    thread = threading.Thread(target=inference.run, name="inference", daemon=True)
+    # fork is unsafe beside threads and CUDA; spawn costs 100 MB for each actor
+    process_or_thread = mp.get_context("forkserver").Process if args.num_workers else threading.Thread
+    actors = []
     try:
-        actors.start_all()
         thread.start()
+        for worker, pipe in enumerate(inference.actor_ends):
+            seed = random.Random(f"{args.seed} {inference.version} {worker}").getrandbits(30)
+            arguments = (args, worker, seed, inference.shared_mailbox, pipe)
+            actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
+            actor.start()
+            actors.append(actor)
+            if args.num_workers:
+                pipe.close()  # the actor's copy is the only one, and ends with it
         yield
     finally:
-        inference.stop()
-        if thread.is_alive():
-            thread.join(10)
-        actors.stop()
-        inference.unpin()
+        inference.learner_end.close()
+        thread.join(10)
+        for pipe in inference.pipes:
+            pipe.close()
+        deadline = time.monotonic() + 5
+        for actor in actors:
+            actor.join(max(0.0, deadline - time.monotonic()))
+            if args.num_workers:
+                actor.kill()
+                with contextlib.suppress(OSError):  # there is none
+                    os.killpg(actor.pid, signal.SIGKILL)  # the programs that environments of a killed actor had started
 
 
-# === Checkpoints ======================================================================================================
-
-
-def save_checkpoint(path: Path, learner: Learner) -> None:
+def save_checkpoint(folder: Path, learner: Learner):
     """Tensors and plain values only. Written under another name first: a checkpoint is whole or absent."""
-    path.parent.mkdir(exist_ok=True)
-    content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
-                   global_step=learner.global_step, best_return=learner.best_return,
-                   episodes=list(learner.inference.episodes), args=asdict(learner.args))  # fmt: skip
-    temporary, STOP.writing = path.with_name("saving.tmp"), True
+    content = dict(
+        agent=learner.agent.state_dict(),
+        optimizer=learner.optimizer.state_dict(),
+        version=learner.inference.version,
+        global_step=learner.global_step,
+    )
+    buffer = io.BytesIO()  # a full disk is then an OSError
+    torch.save(content, buffer)
+    (folder / "saving.tmp").write_bytes(buffer.getbuffer())
+    os.replace(folder / "saving.tmp", folder / "latest.pth")
+
+
+def read_checkpoint(folder: Path):
+    """None: there is none."""
+    path = folder / "latest.pth"
+    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+
+
+def load_checkpoint(folder: Path, learner: Learner):
+    content = read_checkpoint(folder)
+    if content is None:
+        return
     try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        STOP.writing = False
-
-
-def save_latest(folder: Path, learner: Learner, keep: int) -> None:
-    path = folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth"
-    save_checkpoint(path, learner)
-    others = sorted(set(folder.glob("checkpoint_*.pth")) - {path}, key=os.path.getmtime, reverse=True)
-    for old in others[keep - 1 :]:
-        old.unlink()
-
-
-def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
-    """The newest (or best) checkpoint that can be read, on the CPU; None where there is none."""
-    paths = sorted(folder.glob("checkpoint_*.pth" if kind == "latest" else "best.pth"), reverse=True)
-    for path in paths:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            log(f"warning: {path} cannot be read ({error!r:.200})")
-    if paths:  # a fresh start would in time delete them
-        raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
-    return None
-
-
-def load_weights(agent: Agent, checkpoint: dict, folder: Path, args: Args) -> None:
-    """Raises UserError where the weights do not fit."""
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError:
-        raise UserError(f"the network in {folder} does not fit {args.env_id}, these flags or this file") from None
-
-
-def saved_args(folder: Path) -> dict:
-    """An experiment's Args as typed (before `resolve`), without the flags of one SESSION. Raises UserError."""
-    if not (folder / "cfg.json").exists():
-        raise UserError(f"there is no experiment in {folder}")
-    saved = json.loads((folder / "cfg.json").read_text())["args"]
-    return {field.name: saved[field.name] for field in fields(Args) if field.name in saved.keys() - set(SESSION)}
-
-
-def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
-    """The trained policy in an experiment's folder, its Args (set for environments in this process and updated by
-    `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
-    in_process = dict(num_workers=0, worker_num_splits=None, batch_size=None, num_batches_per_epoch=1)
-    folder = Path(folder)
-    args = resolve(Args(**saved_args(folder) | changes | in_process))
-    checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
-    if checkpoint is None:
-        raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
-    agent = Agent(spaces_of(args), args).to(args.device)
-    load_weights(agent, checkpoint, folder, args)
-    return agent, args, checkpoint["global_step"]
-
-
-# === Main =============================================================================================================
-
-
-# The ranges of numeric flags; what is not named here is free
-AT_LEAST = {
-    0: ("seed", "train_for_seconds", "save_every_sec", "num_workers", "actor_timeout", "max_batches_ahead", "gamma",
-        "learning_rate", "vtrace_rho", "vtrace_c", "vtrace_lambda", "clip_coef", "ppo_clip_value", "vf_coef",
-        "ent_coef", "kl_loss_coef", "max_grad_norm", "reward_clip"),
-    1: ("frameskip", "total_timesteps", "keep_checkpoints", "num_envs_per_worker", "worker_num_splits", "rollout",
-        "inference_threads", "learner_threads", "batch_size", "num_batches_per_epoch", "num_epochs", "max_policy_lag",
-        "hidden_size"),
-    1e-4: ("initial_stddev",),
-}  # fmt: skip
-# A split is one byte, 255 says DIED; appo_loss bounds the ratio by 20 before V-trace does; no timer can be infinite
-AT_MOST = dict(seed=2**31 - 1, worker_num_splits=255, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
-               vtrace_lambda=1)  # fmt: skip
-BATCH_SHARE, SMALLEST_BATCH = 4, 512  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
-# Flags of one session, not of the experiment; and what a resumed run may not change
-SESSION, FIXED = ("train_for_seconds",), ("env_id",)
-
-
-def resolve(args: Args) -> Args:
-    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
-    args = copy.copy(args)
-    for low, names in AT_LEAST.items():
-        for name in names:
-            value, high = getattr(args, name), AT_MOST.get(name, np.inf)
-            if value is not None and not low <= value <= high:
-                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
-        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    cpu = torch.device(args.device).type == "cpu"
-    cores, quota = len(os.sched_getaffinity(0)), np.inf
-    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
-        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
-    n = max(1, int(min(cores, quota)))
-    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
-        args.set_workers_cpu_affinity = False
-    args.frameskip = args.frameskip or (envpool.make_spec(args.env_id).config.frame_skip if args.env_id in TASKS else 1)
-    args.num_workers = n if args.num_workers is None else args.num_workers
-    if args.num_workers == 0:
-        args.sync, args.worker_num_splits = True, 1
-    elif args.worker_num_splits is None:
-        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
-    # On a CPU learning costs two to three times inference; with --sync the two take turns and use every core.
-    learner_share, inference_share = (1, 1) if args.sync else (2, 4)
-    args.learner_threads = args.learner_threads or (max(1, n // learner_share) if cpu else 1)
-    args.inference_threads = args.inference_threads or (max(1, n // inference_share) if cpu else 1)
-    if args.num_envs_per_worker % args.worker_num_splits:
-        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
-                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
-    rows = max(1, args.num_workers) * args.num_envs_per_worker
-    batches = args.num_batches_per_epoch
-    if args.batch_size is None and args.sync:  # one rollout of every row
-        args.batch_size = max(1, rows // batches) * args.rollout
-    elif args.batch_size is None:
-        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
-        args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
-    if args.batch_size % args.rollout:
-        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
-    if args.sync and batches * args.batch_size != rows * args.rollout:
-        raise UserError(f"--sync (which --num-workers 0 implies) needs one rollout of every row: {batches} batches of "
-                        f"{args.batch_size} samples are not {rows} rows x {args.rollout} steps; --batch-size None "
-                        "finds the size, if --num-batches-per-epoch divides the rows")  # fmt: skip
-    return args
-
-
-def check_memory(args: Args, spaces: Spaces, state_size: int) -> None:
-    """Raises UserError where mailbox, engines or rollouts have no room: else CUDA, or the kernel, would end the run."""
-    device, rows = torch.device(args.device), max(1, args.num_workers) * args.num_envs_per_worker
-    shared = rows * (mebibytes(Mailbox(spaces, 1)) + ENV_SHARED_MEMORY / 2**20)
-    slots = slots_needed(args) + args.batch_size // args.rollout  # and a batch that is gathered from them
-    private = slots * mebibytes(Rollouts(spaces, args.rollout, 1, state_size, torch.device("cpu")))
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] / 2**20
-    else:
-        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**10
-        with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max"
-            free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**20)
-    if shared > (room := shutil.disk_usage("/dev/shm").free / 2**20):
-        raise UserError(f"/dev/shm has {room:,.0f} MiB free, {shared:,.0f} MiB are needed: use fewer environments or a "
-                        "larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
-    if private > 0.8 * free:
-        raise UserError(f"{slots:,} slots of rollouts need {private:,.0f} MiB of {free:,.0f} that are free, a fifth of "
-                        "which must remain: use a smaller --batch-size or fewer environments")  # fmt: skip
-
-
-def parse_args() -> tuple[Args, Path]:
-    """Args as typed, and the run's folder. An existing experiment keeps its saved flags, except for flags typed
-    now. Raises UserError."""
-    args = tyro.cli(Args)
-    fresh = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
-    experiment = args.experiment or fresh
-    folder = Path(args.train_dir) / experiment
-    if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
-        raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
-    if (folder / "cfg.json").exists():
-        saved, file = saved_args(folder), Path(__file__).name
-        args = tyro.cli(Args, default=Args(**saved))
-        made_by = Path(json.loads((folder / "cfg.json").read_text()).get("file", file)).name
-        changes = {"file": (made_by, file)} if made_by != file else {}
-        for name, value in asdict(args).items():
-            if name not in SESSION and value != saved.get(name, "none"):
-                changes[name] = saved.get(name, "none"), value
-        for name, (before, now) in changes.items():
-            if name in FIXED:
-                raise UserError(f"{folder} holds another environment, of {made_by}: {name} {before} -> {now}; "
-                                "rename --experiment")  # fmt: skip
-            print(f"override: {name} {before} -> {now}")
-    args.experiment = experiment
-    return args, folder
-
-
-def open_log(folder: Path):
-    """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "log.txt", "a", buffering=1)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another run is using {folder}") from None
-    except OSError:
-        print(f"warning: {folder} is on a file system without locks; a second run in it would not be noticed")
-    return file
+        learner.agent.load_state_dict(content["agent"])
+    except RuntimeError as error:
+        raise UserError(f"{folder} holds another network than this file makes with these flags: {error}") from None
+    learner.optimizer.load_state_dict(content["optimizer"])
+    learner.inference.version = content["version"]
+    learner.global_step = content["global_step"]
+    print(f"resuming {folder} at step {learner.global_step:,}")
 
 
 class Reporter:
-    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report."""
+    """The progress bar and TensorBoard. Every rate is over the time since the last report."""
 
     SECONDS = 5  # between two reports
 
-    def __init__(self, args: Args, learner: Learner, folder: Path, log):
+    def __init__(self, args: Args, learner: Learner, folder: Path):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
-        self.args, self.learner, self.inference, self.log = args, learner, learner.inference, log
+        self.learner = learner
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
         self.writer.add_text("args", json.dumps(asdict(args), indent=2))
-        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id[:8],
-                        dynamic_ncols=True, bar_format="{desc} {percentage:.0f}%{bar}{remaining}{postfix}",
-                        disable=None)  # fmt: skip
-        self.metrics, self.last = {}, self.now()
+        self.bar = tqdm(
+            total=args.total_timesteps,
+            initial=learner.global_step,
+            dynamic_ncols=True,
+            disable=None,
+            bar_format="{percentage:.0f}%{bar}{remaining}{postfix}",
+        )
+        self.metrics = {}  # of the last iteration
+        self.score = "no episode has ended"
+        self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
 
-    def now(self) -> Counter:
-        counts = dict(time=time.monotonic(), step=self.learner.global_step, version=self.learner.version)
-        return Counter(self.inference.counts, **counts)
+    def update(self, metrics):
+        """Called after every iteration, with its metrics. Reports every `SECONDS`."""
+        self.metrics = metrics
+        self.bar.update(min(self.learner.global_step, self.bar.total) - self.bar.n)
+        if time.monotonic() - self.last["seconds"] >= self.SECONDS:
+            self.report()
 
-    def update(self, metrics: dict[str, float]) -> float:
-        """Called after every iteration, with its metrics. Every `SECONDS` it reports, and returns the mean return of
-        the last 100 episodes; otherwise, and before there are so many, -inf."""
-        self.metrics |= metrics
-        step = self.learner.global_step
-        self.bar.update(step - self.bar.n)
-        now = self.now()
+    def report(self):
+        now = Counter(self.learner.inference.counts, seconds=time.monotonic(), steps=self.learner.global_step)
         change = now - self.last
-        if (seconds := change["time"]) < self.SECONDS:
-            return -np.inf
         self.last = now
-        fps = change["step"] * self.args.frameskip / seconds
+        seconds = change["seconds"]
+        sps = change["steps"] / seconds
+        waits = change["learner"] / seconds
         scalars = self.metrics | {
-            "charts/SPS": change["step"] / seconds,
-            "charts/FPS": fps,
-            "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
-            "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
-            "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
+            "charts/SPS": sps,
+            "stats/learner_wait": waits,  # shares of the time: the learner waits for full blocks,
+            "stats/inference_idle": change["requests"] / seconds,  # inference waits for requests,
+            "stats/inference_blocked": change["blocks"] / seconds,  # or has requests and waits for free blocks
             "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
         }
-        if episodes := list(self.inference.episodes):
+        if episodes := self.learner.inference.episodes.copy():
             scalars |= zip((f"charts/{name}" for name in EPISODE), np.mean(episodes, axis=0).tolist())
+            self.score = f"return {scalars['charts/episodic_return']:.2f}"
         for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
-        if change["blocked"] >= change["waited"]:
-            bottleneck = "learner"
-        elif change["idle"] > 0.5 * (seconds - change["blocked"]):
-            bottleneck = "environments"
-        else:
-            bottleneck = "inference"
-        mean = scalars.get("charts/episodic_return")
-        score = f"return {mean:.2f}, " if episodes else ""
-        text = f"{score}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
+            self.writer.add_scalar(tag, value, self.learner.global_step)
+        text = f"{self.score}, {sps:,.0f} steps/s, lag {self.metrics['lag/mean']:.1f}, the learner waits {waits:.0%}"
         self.bar.set_postfix_str(text)
-        self.log(f"step {step:,}: {text}", self.bar.disable)
-        if not change["version"]:
-            self.log(f"warning: no update in {seconds:.0f} s: no sample could be used (lag/masked: --max-policy-lag)")
-        return mean if len(episodes) >= 100 else -np.inf
+        if self.bar.disable:  # there is no terminal
+            print(f"step {self.learner.global_step:,}: {text}", flush=True)
+
+    def close(self):
+        """Reports what came since the last report."""
+        if self.learner.global_step > self.last["steps"]:
+            self.report()
+        self.bar.close()
+        self.writer.close()
 
 
-def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -> None:
-    """The learner's loop. Saves what was learned, at the end and before an error that leaves the weights good;
-    not after an error that nobody foresaw."""
-    saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
-    learner.deadline = np.inf if args.train_for_seconds is None else now + args.train_for_seconds
-    saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
-    good = True  # the weights
-    try:
-        while learner.global_step < args.total_timesteps and (slots := learner.collect()) is not None:
-            metrics = learner.iterate(slots)
-            now = time.monotonic()
-            if (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
-                learner.best_return, best_at = score, now
-                save_checkpoint(checkpoints / "best.pth", learner)
-            if now - saved_at >= args.save_every_sec:
-                save_latest(checkpoints, learner, args.keep_checkpoints)
-                saved, saved_at = learner.version, now
-    except BaseException as error:
-        good = isinstance(error, (FloatingPointError, UserError))
-        raise
-    finally:
-        reporter.bar.close()
-        if good and learner.version > saved:  # else there is nothing new
-            save_latest(checkpoints, learner, args.keep_checkpoints)
-        reporter.writer.close()
-
-
-def train(typed: Args, folder: Path) -> int:
-    """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes some of our file descriptors
-    args = resolve(typed)
+def train(args: Args, folder: Path) -> int:
+    """Returns the exit code: 0, or 130 when a signal stopped the run."""
+    check(args)
     device = torch.device(args.device)
-    if device.type == "cpu":
-        # glibc keeps freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU
-        for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
-            ctypes.CDLL(None).mallopt(option, value)
-    else:
-        torch.cuda.set_device(device.index or 0)
-        torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
-    torch.manual_seed(args.seed)
+    torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
+    torch.set_num_threads(max(1, num_cores() // 2))  # for learner and inference each
+    seed_generators(args.seed)
     spaces = spaces_of(args)
     agent = Agent(spaces, args).to(device)
-    check_memory(args, spaces, agent.state_size)
-    log_file, checkpoints = open_log(folder), folder / "checkpoints"  # nothing was written before
-    if args.num_workers:
-        start_forkserver()
-
-    def log(text: str, show: bool = True) -> None:
-        log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        if show:
-            tqdm.write(text)
-
-    checkpoint = load_checkpoint(checkpoints, "latest", log)
-    if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
-        log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
-        return 0
     inference = Inference(args, spaces, agent, device)
-    learner = Learner(args, agent, inference, device)
-    if checkpoint:
-        load_weights(agent, checkpoint, folder, args)
-        learner.load(checkpoint)
-        with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
-            learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
-    torch.manual_seed(args.seed + learner.version)
-    actors = Actors(args, inference, session=learner.version, log=log)  # a resumed run has other episodes
-    # A resumed run starts from what was typed and resolves again, as it may be on another machine; but for the batch,
-    # which decides what is learned, and with `sync` the workers, which decide the batch.
-    kept = dict(batch_size=args.batch_size) | (dict(num_workers=args.num_workers) if args.sync else {})
-    packages = {found.name: found.version for found in importlib.metadata.distributions()}
-    cfg = dict(file=os.path.abspath(__file__), command=sys.argv, args=asdict(typed) | kept, resolved=asdict(args),
-               packages=packages)  # fmt: skip
-    (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
-    os.replace(folder / "cfg.tmp", folder / "cfg.json")
-    B, steps = args.batch_size // args.rollout, args.total_timesteps
-    # When the learner is the bottleneck, all slots but those LEARNING are ahead of a new one
-    expected_lag = 0.0 if args.sync else (slots_needed(args) / B - args.num_batches_per_epoch) * args.num_epochs
-    if checkpoint:
-        log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
-    engine = "EnvPool's" if args.env_id in TASKS else "Gymnasium's"
-    for line in (
-        f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
-        f" {args.learner_threads} + {args.inference_threads} threads to learn and act",
-        f"{args.num_workers} workers x {args.num_envs_per_worker} environments, {engine}, in"
-        f" {args.worker_num_splits} splits;"
-        f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
-        f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
-        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory beside the engines' own,"
-        f" {mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
-        f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
-    ):
-        log(line)
-    if expected_lag >= args.max_policy_lag:
-        log(f"warning: samples with a lag of {args.max_policy_lag} (--max-policy-lag) are not learned from; a larger "
-            "--batch-size has less lag")  # fmt: skip
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
-    with sampling(inference, actors), own_stream(device, args.learner_threads):
-        learn(args, checkpoints, learner, Reporter(args, learner, folder, log))
-    log(f"{'stopped' if STOP.asked_at else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
-        f"{learner.skipped} batches without a usable sample, {actors.deaths} actors replaced")  # fmt: skip
-    return 130 if STOP.asked_at else 0
+    learner = Learner(args, inference)
+    folder.mkdir(parents=True, exist_ok=True)
+    load_checkpoint(folder, learner)
+    if learner.global_step >= args.total_timesteps:
+        print("it is finished: raise --total-timesteps")
+        return 0
+    print(f"{args.env_id}: {args.num_workers} workers, {args.num_envs} environments; files in {folder}", flush=True)
+    wait_for(device)  # the above ran in the default stream; learner and inference have their own
+    (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
+    handle_signals(inference)  # now: importing an environment's module may have set others
+    stopped = False
+    with running(inference), own_stream(device):
+        saved_at = time.monotonic()
+        reporter = Reporter(args, learner, folder)
+        try:
+            while learner.global_step < args.total_timesteps:
+                reporter.update(learner.iterate(learner.collect()))
+                if time.monotonic() - saved_at >= args.save_every_sec:
+                    save_checkpoint(folder, learner)
+                    saved_at = time.monotonic()
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            if learner.global_step:  # else nothing was learned
+                save_checkpoint(folder, learner)
+            reporter.close()
+    end = "stopped" if stopped else "done"
+    print(f"{end}: {learner.global_step:,} steps, {reporter.score}; to see it play: python evaluate.py {folder}")
+    return 130 if stopped else 0
+
+
+def saved_args(folder: Path) -> Args:
+    """Of an experiment that is to be resumed. Raises UserError."""
+    cfg = json.loads((folder / "cfg.json").read_text())
+    saved = cfg["args"]
+    differing = saved.keys() ^ asdict(Args()).keys()
+    if differing or Path(cfg["file"]).name != Path(__file__).name:
+        raise UserError(
+            f"{folder} is of another file, or another version of this one: {cfg['file']}; flags that differ: "
+            f"{', '.join(sorted(differing)) or 'none'}"
+        )
+    return Args(**saved)
+
+
+def parse_args() -> tuple[Args, Path]:
+    """Args, and the run's folder. Raises UserError."""
+    sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
+    args = tyro.cli(Args)
+    if args.experiment is None:
+        args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+    folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory
+    if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
+        saved = saved_args(folder)
+        if ":" in saved.env_id and args.env_id != saved.env_id:  # a run's folder never names code to be run
+            raise UserError(f"type --env-id {saved.env_id} again: it imports a module")
+        args = tyro.cli(Args, default=saved)
+    return args, folder
 
 
 def main() -> int:
     try:
-        if sys.platform != "linux":
-            raise UserError(f"this needs Linux (/proc, /dev/shm, eventfd); {sys.platform} has no such things")
         args, folder = parse_args()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, on_signal)
         return train(args, folder)
-    except UserError as error:
+    except BrokenPipeError:  # who read our output has gone, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (UserError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except FloatingPointError as error:
-        print(f"error: {error}; what was learned before is saved", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # before the run has begun: there is nothing to save
-        print("stopped", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":
-    code = main()
-    gc.freeze()  # else Python, before it ends, searches all that the imports made for cycles: 0.8 s
-    sys.exit(code)
+    sys.exit(main())

@@ -84,8 +84,9 @@ def variant(options: Options):
     default = dict(doom="benchmark", atari="Breakout-v5", dmlab="dmlab_benchmark", mujoco="HalfCheetah-v5", pbt_doom="duel")
     env_id = options.env_id or default[options.family]
     workers = options.num_workers or len(os.sched_getaffinity(0))
-    args = appo.Args(env_id=env_id, device="cpu", num_workers=workers, num_envs_per_worker=options.num_envs_per_worker,
-                     set_workers_cpu_affinity=options.set_workers_cpu_affinity)  # fmt: skip
+    per_worker = options.num_envs_per_worker
+    of_all = dict(num_envs=workers * per_worker) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=per_worker)
+    args = appo.Args(env_id=env_id, device="cpu", num_workers=workers, **of_all)
     if options.family == "pbt_doom":
         args.num_policies = 1
     try:
@@ -97,6 +98,11 @@ def variant(options: Options):
     except appo.UserError as error:
         sys.exit(f"error: {error}")
     return appo, args
+
+
+def frameskip_of(args) -> int:
+    """appo_mujoco.py counts steps alone."""
+    return getattr(args, "frameskip", 1)
 
 
 def end_with_parent() -> None:
@@ -113,13 +119,14 @@ def set_up_process(core: int | None) -> None:
     torch.set_num_threads(1)
 
 
-def sample(family: str, args, worker: int, core: int | None, steps: torch.Tensor, reset: torch.Tensor, barrier) -> None:
-    """Body of a process: steps its environments for ever. steps, reset: shared, [workers], valid steps and seconds."""
+def sample(family: str, args, count: int, worker: int, core: int | None, steps, reset, barrier) -> None:
+    """Body of a process: steps its `count` environments for ever. steps, reset: shared, [workers], valid steps and
+    seconds."""
     appo = importlib.import_module(f"appo_{family}")
     set_up_process(core)
-    envs, steps, reset = appo.make_envs(args, args.num_envs_per_worker), steps.numpy(), reset.numpy()
+    envs, steps, reset = appo.make_envs(args, count), steps.numpy(), reset.numpy()
     start = time.perf_counter()
-    envs.reset(seed=1000 * worker, options=dict(first_row=worker * args.num_envs_per_worker))  # says what task a game plays
+    envs.reset(seed=1000 * worker, options=dict(first_row=worker * count))  # says what task a game plays
     reset[worker] = time.perf_counter() - start
     envs.action_space.seed(worker)
     actions = [envs.action_space.sample() for _ in range(256)]  # drawn once: drawing is no part of the simulator
@@ -155,8 +162,8 @@ def rates(counter, windows: int, seconds: float, text: str, check) -> list[float
     return result
 
 
-def ceiling(options: Options, appo, args) -> dict:
-    """Steps all environments at random; returns frames/s and reset time."""
+def ceiling(options: Options, appo, args, count: int) -> dict:
+    """Steps all environments, `count` a process, at random; returns frames/s and reset time."""
     context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
     context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINES[options.family]])
     steps = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
@@ -170,8 +177,8 @@ def ceiling(options: Options, appo, args) -> dict:
 
     try:
         for worker in range(args.num_workers):
-            core = cores[worker % len(cores)] if args.set_workers_cpu_affinity else None
-            arguments = (options.family, args, worker, core, steps, reset, barrier)
+            core = cores[worker % len(cores)] if options.set_workers_cpu_affinity else None
+            arguments = (options.family, args, count, worker, core, steps, reset, barrier)
             processes.append(context.Process(target=sample, args=arguments, daemon=True))
             processes[-1].start()
         with tqdm(total=args.num_workers, desc="starting", unit=" workers", disable=None) as bar:
@@ -183,13 +190,13 @@ def ceiling(options: Options, appo, args) -> dict:
         barrier.wait()
         started = time.perf_counter() - start
         time.sleep(options.warm_up)
-        text = f"{args.num_workers} x {args.num_envs_per_worker}"
-        found = rates(lambda: int(steps.sum()) * args.frameskip, options.windows, options.window, text, check)
+        text = f"{args.num_workers} x {count}"
+        found = rates(lambda: int(steps.sum()) * frameskip_of(args), options.windows, options.window, text, check)
     finally:
         for process in processes:
             process.kill()  # its engines end with it
             process.join()
-    return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker,
+    return dict(workers=args.num_workers, envs_per_worker=count,
                 frames_per_second=round(statistics.median(found)), windows=[round(rate) for rate in found],
                 reset_seconds=round(float(reset.max()), 2), start_seconds=round(started, 2))  # fmt: skip
 
@@ -328,8 +335,7 @@ def main() -> None:
                   f"{found['microseconds_per_group']} us a group, {found['rows_per_batch']} rows a batch", flush=True)  # fmt: skip
     else:
         for envs in SWEEP if options.sweep else (options.num_envs_per_worker,):
-            args.num_envs_per_worker = envs
-            results.append(ceiling(options, appo, args))
+            results.append(ceiling(options, appo, args, envs))
             found = results[-1]
             print(f"{found['workers']} workers x {found['envs_per_worker']} {args.env_id}: "
                   f"{found['frames_per_second']:,} frames/s ({min(found['windows']):,} to {max(found['windows']):,} in "
@@ -343,8 +349,8 @@ def main() -> None:
             version = importlib.metadata.version(engine)
         except importlib.metadata.PackageNotFoundError:  # built from source, not by pip
             version = "unknown"
-        content = dict(machine=machine() | {engine: version}, command=command(), env_id=args.env_id, frameskip=args.frameskip,
-                       results=results)  # fmt: skip
+        content = dict(machine=machine() | {engine: version}, command=command(), env_id=args.env_id,
+                       frameskip=frameskip_of(args), results=results)  # fmt: skip
         options.out.write_text(json.dumps(content, indent=2) + "\n")
 
 

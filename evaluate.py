@@ -230,6 +230,8 @@ def choose(module, agent, outputs: torch.Tensor, likeliest: bool) -> torch.Tenso
     if hasattr(module, "sample_actions"):
         heads = [agent.heads] if hasattr(agent, "heads") else []  # actions that are numbers have none
         return module.sample_actions(outputs, *heads, likeliest)[0]
+    if not hasattr(module, "distributions"):  # a Gaussian
+        return outputs.chunk(2, dim=-1)[0] if likeliest else module.draw(outputs)
     choices = module.distributions(outputs, agent.heads)
     return torch.stack([choice.argmax(-1) for choice in choices], -1) if likeliest else module.draw(choices)
 

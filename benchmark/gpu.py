@@ -48,7 +48,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 import parts  # noqa: E402
 from collect import machine_and_engines, used_args  # noqa: E402
 
-ENV_IDS = dict(doom="benchmark", atari="Breakout-v5", atari_replay="Breakout-v5", mujoco="HalfCheetah-v5", pbt_doom="benchmark",
+ENV_IDS = dict(doom="benchmark", atari="Breakout-v5", atari_replay="Breakout-v5", pbt_doom="benchmark",
                dmlab="rooms_collect_good_objects_train")  # fmt: skip
 LAB = importlib.util.find_spec("deepmind_lab") is not None
 
@@ -249,7 +249,6 @@ def main() -> int:
         "pbt_doom, two policies": (train, "pbt_doom", two | dict(num_policies=2, num_envs_per_worker=8)),
         lab: (train, "dmlab", dict(num_envs_per_worker=4)),
         "atari_replay, elite": (train, "atari_replay", two | dict(replay="elite")),
-        "mujoco": (train, "mujoco", two),
         "doom in float32": (train, "doom", float32), "atari in float32": (train, "atari", float32),
         "doom with one split": (train, "doom", one), "atari with one split": (train, "atari", one),
     }  # fmt: skip

@@ -346,7 +346,7 @@ def with_games(options: Options, appo, args, sampling) -> dict:
 def numbers_of_games(options: Options, appo, args, sampling) -> list[dict]:
     """The dummy sampler with several numbers of games, and the resident memory of its largest worker."""
     results = []
-    for args.num_envs_per_worker in options.games:
+    for games in options.games:
         most, over = [0], threading.Event()
 
         def watch(most=most, over=over) -> None:
@@ -359,7 +359,7 @@ def numbers_of_games(options: Options, appo, args, sampling) -> list[dict]:
         thread = threading.Thread(target=watch)
         thread.start()
         try:
-            results.append(dummy_sampler.ceiling(sampling, appo, args))
+            results.append(dummy_sampler.ceiling(sampling, appo, args, games))
         finally:
             over.set()
             thread.join()

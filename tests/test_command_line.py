@@ -26,7 +26,8 @@ import appo_doom
 import appo_gym
 
 SMALL = ("--num-workers", "2", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32", "--device", "cpu")
-NEW = ["appo_gym", "appo_doom", "appo_doom_multigpu"]  # the others have the first core
+NEW = ["appo_gym", "appo_mujoco", "appo_doom", "appo_doom_multigpu"]  # the others have the first core
+BASE = ("appo_gym", "appo_mujoco")  # without operations
 METRICS = (ROOT / "benchmark" / "METRICS.md").read_text()
 TAGS = set(re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", METRICS, re.M))
 FIRST_CORE = {"charts/episodic_return_trained", "losses/old_approx_kl", "losses/value"}  # tags of its files alone
@@ -61,7 +62,7 @@ def train_and_resume(run, main, folder: Path, name: str, game: str, *flags: str)
     assert r.wait(90) == 0, r.text()
 
     def checkpoint() -> dict:
-        return torch.load(max((folder / "e").rglob("latest.pth" if name == "appo_gym" else "checkpoint_*")), weights_only=True)
+        return torch.load(max((folder / "e").rglob("latest.pth" if name in BASE else "checkpoint_*")), weights_only=True)
 
     found, before = scalars(folder / "e"), checkpoint()
     for tag, events in found.items():
@@ -125,14 +126,14 @@ def test_train_and_resume_with_the_first_core(run, main, tmp_path):
 def test_same_seed_same_weights(name, game, main, tmp_path):
     """--num-workers 0 on a CPU: two runs are the same, whatever random numbers were drawn before."""
     appo, ends = importlib.import_module(name), []
-    flags = ["--env-id", game, "--num-envs" if name == "appo_gym" else "--num-envs-per-worker", 4, "--num-workers", 0, "--rollout", 16,
+    flags = ["--env-id", game, "--num-envs" if name in BASE else "--num-envs-per-worker", 4, "--num-workers", 0, "--rollout", 16,
              "--hidden-size", 64, "--seed", 7, "--device", "cpu", "--total-timesteps", 450]  # fmt: skip
     for i in range(2):
         torch.manual_seed(i), np.random.seed(i)
         more = ["--batch-size", 64] if name in NEW else ["--learner-threads", 1, "--inference-threads", 1]
         code, text = main(appo, "--train-dir", tmp_path, "--experiment", i, *flags, *more)
         assert code == 0, text
-        ends.append(torch.load(max((tmp_path / str(i)).rglob("latest.pth" if name == "appo_gym" else "checkpoint_*")), weights_only=True))
+        ends.append(torch.load(max((tmp_path / str(i)).rglob("latest.pth" if name in BASE else "checkpoint_*")), weights_only=True))
     a, b = ends
     assert a["version"] == b["version"] >= 6 and a["global_step"] == b["global_step"]
     assert all(torch.equal(a["agent"][key], b["agent"][key]) for key in a["agent"])
@@ -277,7 +278,7 @@ def test_a_runs_folder_names_no_code_to_be_run(saved, tmp_path, monkeypatch, cap
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, game in zip(NEW, ("CartPole-v1", "basic", "basic")):
+    for name, game in zip(NEW, ("CartPole-v1", "HalfCheetah-v5", "basic", "basic"), strict=True):
         appo, folders = importlib.import_module(name), set()
         monkeypatch.setattr(sys, "argv", [f"{name}.py"])
         monkeypatch.setattr(appo.time, "time", lambda: 1234.5)

@@ -14,8 +14,6 @@ import torch
 from test_algorithm import direct_vtrace
 
 VARIANTS = sorted(path.stem for path in Path(__file__).parent.parent.glob("appo_*.py") if "\ndef resolve(" in path.read_text())
-# The policy of the others is discrete; what a Gaussian one is tested for is in test_mujoco.py
-DISCRETE = pytest.mark.parametrize("appo", [name for name in VARIANTS if name != "appo_mujoco"], indirect=True)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -28,14 +26,11 @@ def make_spaces(appo, heads, args, vector=3):
     if hasattr(appo, "LabEnv"):
         return appo.Spaces(appo.by_name(appo.LabEnv(args, 0).observation_space), heads)
     box = gym.spaces.Box
-    if hasattr(appo, "MujocoEnvs"):
-        vectors = {name: box(-np.inf, np.inf, (n,), np.float32) for name, n in dict(obs=5, vector=vector).items()}
-        return appo.Spaces(vectors, box(-1.0, 1.0, (len(heads),), np.float32))
     return appo.Spaces(dict(obs=box(0, 255, (72, 128, 3), np.uint8), vector=box(-np.inf, np.inf, (vector,), np.float32)), heads)
 
 
 def make_agent(appo, heads=(3, 4), **settings):
-    own = dict(num_epochs=1, num_batches_per_epoch=1) | ({} if hasattr(appo, "MujocoEnvs") else dict(precision="float32"))
+    own = dict(num_epochs=1, num_batches_per_epoch=1, precision="float32")
     args = appo.Args(hidden_size=32, **own | settings)
     torch.manual_seed(0)
     agent = appo.Agent(make_spaces(appo, heads, args), args)
@@ -94,7 +89,6 @@ def learner_of(appo, args, agent, slots=12, T=6):
     return learner
 
 
-@DISCRETE
 @pytest.mark.parametrize("exploration", ["entropy", "symmetric_kl"])
 def test_loss_against_numpy(appo, exploration):
     if hasattr(appo.Args, "exploration_loss"):
@@ -267,9 +261,9 @@ def test_estimates_of_the_kl_divergence(appo):
 
 def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
     rng = np.random.default_rng(0)
-    unit = 1.0 if hasattr(appo, "MujocoEnvs") else 255.0
-    norm = appo.Normalizer((5,)) if unit == 1.0 else appo.Normalizer((5,), unit)
-    chunks = [rng.integers(0, 256, (n, 5)).astype(np.float32 if unit == 1.0 else np.uint8) for n in (7, 1, 30)]
+    unit = 255.0
+    norm = appo.Normalizer((5,), unit)
+    chunks = [rng.integers(0, 256, (n, 5)).astype(np.uint8) for n in (7, 1, 30)]
     valid = [np.ones(7, bool), np.ones(1, bool), rng.random(30) < 0.5]
     x = torch.from_numpy(chunks[0])
     torch.testing.assert_close(norm(x), (x / unit).clamp(-5, 5), msg="before its first samples it only scales")
@@ -286,7 +280,7 @@ def test_normalizer_merges_to_the_statistics_of_all_samples(appo):
 @pytest.mark.parametrize("numbers", [[float("nan")], [float("inf")], [1e30], [1e19, -1e19]])
 def test_an_observation_that_is_not_finite_changes_no_statistics(appo, numbers):
     """Nor one whose square is not; nor squares, of several, whose sum is not. Infinities are clipped, so no loss would show them."""
-    norm = appo.Normalizer((2,)) if hasattr(appo, "MujocoEnvs") else appo.Normalizer((2,), 1.0)
+    norm = appo.Normalizer((2,), 1.0)
     x, valid = torch.randn(20, 2), torch.ones(20, dtype=torch.bool)
     norm.update(x, valid)
     before = copy.deepcopy(norm.state_dict())
@@ -328,7 +322,7 @@ def test_statistics_are_of_valid_samples_and_of_every_phase(appo):
     r.first[:] = (phase == 0).numpy()[:, None]  # so the steps of phase 3 are ignored ones
     for _ in range(40):
         learner.update_statistics(np.arange(6), ~r.first[1:])
-    unit = 1.0 if hasattr(appo, "MujocoEnvs") else norm.unit
+    unit = norm.unit
     assert 0.6 * 40 * 8 * 6 < norm.count < 0.9 * 40 * 8 * 6
     assert norm.mean.mean() * unit == pytest.approx(1, abs=0.15) and norm.var.mean() * unit**2 == pytest.approx(2 / 3, abs=0.15)
 
@@ -386,7 +380,6 @@ def test_every_thread_has_its_own_number_of_cpu_threads(appo):
         torch.set_num_threads(before)
 
 
-@DISCRETE
 def test_sampling_follows_the_policy(appo):
     torch.manual_seed(0)
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.0]]).repeat(40_000, 1)
@@ -399,7 +392,6 @@ def test_sampling_follows_the_policy(appo):
     assert best.tolist() == [[0, 0]]
 
 
-@DISCRETE
 @pytest.mark.parametrize("rnn_type", ["gru", "lstm"])
 @pytest.mark.parametrize("precision, bound", [("float32", 1e-4), ("bfloat16", 0.02)])
 def test_log_ratio_at_lag_zero(appo, precision, bound, rnn_type):
@@ -433,7 +425,6 @@ def test_log_ratio_at_lag_zero(appo, precision, bound, rnn_type):
     assert (pi - mu).std() < bound
 
 
-@DISCRETE
 def test_actions_that_are_masked_out(appo):
     """A logit of -inf: never drawn, and entropy, symmetric KL and gradients are those of the other actions alone."""
     full, heads = torch.randn(50, 7, requires_grad=True), (4, 3)
