@@ -202,10 +202,7 @@ class Games:
         self.worker = module.WorkerEnvs(args, 0, self.arrays, args.seed)
         self.rows = self.worker.rows[0] if self.first_core else self.worker.rows
         self.length = module.EPISODE.index("episodic_length")
-        if draws and hasattr(module, "drawn_envs"):
-            print(f"{args.env_id} is played in the environments of `drawn_envs`, which can be drawn")
-            self.worker.splits = [module.drawn_envs(args, count)]
-        elif draws and not self.first_core:
+        if draws and not self.first_core:
             self.worker.envs.close()
             self.worker.envs = module.make_envs(args, count, render_mode="rgb_array")
         self.envs = self.worker.splits[0] if self.first_core else self.worker.envs

@@ -443,32 +443,32 @@ def in_a_run(options: Options, appo, env_id: str, sync: bool) -> dict[str, float
 
 
 def replay_parts(options: Options, appo) -> dict:
-    """Milliseconds. Both threads have the defaults of a run on two cores: 32 games, and iterations of 4 fresh and 4 replayed rollouts."""
+    """Milliseconds. Both threads have the defaults of a run on two cores: 32 games, and iterations of 16 fresh and 16 replayed rollouts."""
     learners = {}
     for name, flags in dict(none=dict(replay_share=0.0), uniform={}, elite=dict(replay="elite")).items():
         learners[name] = build(appo, "Breakout-v5", options.device, num_workers=2, replay_rollouts=200, **flags)
-        learners[name].inference.rollouts.learned_at[learners[name].kept] = 0
+        learners[name].num_filled = len(learners[name].kept)
     none, elite = learners["none"], learners["elite"]
-    fresh, replayed = appo.parts_of_iteration(elite.args)
-    slots = np.random.permutation(appo.slots_needed(elite.args))[:fresh]
-    both = np.concatenate([slots, elite.choose_replayed(slots[-1])])
-    candidates = np.random.permutation(elite.kept)[: round(replayed * elite.args.replay_candidates)]
-    in_batches = np.split(candidates, len(candidates) // (fresh + replayed))  # as large as a batch
-    batches = none.gather(slots, 0), elite.gather(both, 0)
+    args, replayed = elite.args, appo.replayed_per_iteration(elite.args)
+    slots = np.r_[*(appo.slice_of(args, i) for i in range(appo.blocks_per_iteration(args)))]
+    both = np.concatenate([slots, elite.choose_replayed(slots[-1])[0]])
+    candidates = np.random.permutation(np.r_[*elite.kept])[: round(replayed * args.replay_candidates)]
+    in_batches = np.array_split(candidates, len(candidates) * args.rollout // args.batch_size)  # as large as a batch
+    batches = none.gather(slots), elite.gather(both)
     parts = {
         "act": acting(none.inference),
         "act, logits stored": acting(learners["uniform"].inference),
         "act, logits and features stored": acting(elite.inference),
         "choose": lambda: elite.choose_replayed(slots[-1]),
         f"distances {len(candidates)}": lambda: [elite.distances(batch, slots[-1]) for batch in in_batches],
-        "gather": lambda: none.gather(slots, 0),
-        "learn": lambda: none.update(batches[0]),
-        "gather with what is replayed": lambda: elite.gather(both, 0),
-        "learn with what is replayed": lambda: elite.update(batches[1]),
+        "gather": lambda: none.gather(slots),
+        "learn": lambda: none.update(batches[0], last_epoch=False),
+        "gather with what is replayed": lambda: elite.gather(both),
+        "learn with what is replayed": lambda: elite.update(batches[1], last_epoch=False),
     }
     times = timed({name: (1, function) for name, function in parts.items()}, options, unit=1000)
     milliseconds = {name: round(value, 2) for name, value in times.items()}
-    return dict(fresh=fresh, replayed=replayed, precision=elite.args.precision, milliseconds=milliseconds)
+    return dict(fresh=len(slots), replayed=replayed, precision=elite.args.precision, milliseconds=milliseconds)
 
 
 def main() -> None:

@@ -18,6 +18,10 @@ ours() {  # NAME SECONDS FILE flags
     new "$1"
     run python "$3" --train-dir "$out" --experiment "$1_$round" --train-for-seconds "$2" --total-timesteps 1000000000 "${@:4}" "${flags[@]}"
 }
+ours_for() {  # NAME STEPS FILE flags: of a file that knows no seconds
+    new "$1"
+    run python "$3" --train-dir "$out" --experiment "$1_$round" --total-timesteps "$2" "${@:4}" "${flags[@]}"
+}
 alone() {  # NAME flags: the same environments with random actions
     new "$1"
     run mkdir "$folder"
@@ -66,7 +70,7 @@ doom_bfloat16() {  # the same with ours in bfloat16: 7 minutes
 # minibatches of 256, four epochs) and with one epoch; Stable-Baselines3's PPO with the same settings as CleanRL. Needs SF_PYTHON, CLEANRL,
 # CLEANRL_PYTHON, SB3_PYTHON. Expected: 1.65 to 1.75 x Sample Factory, more of the others.
 atari() {  # Breakout beside Sample Factory, CleanRL and Stable-Baselines3: 24 minutes
-    ours atari_ours 55 appo_atari.py --env-id Breakout-v5 --device cpu --precision float32 --normalize-input --num-workers 2 \
+    ours atari_ours 55 appo_atari.py --env-id Breakout-v5 --device cpu --precision float32 --num-workers 2 \
         --num-envs-per-worker 32 --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type none \
         --encoder nature
     sample_factory atari_sf 65 atari_breakout
@@ -100,7 +104,7 @@ mujoco() {  # MuJoCo beside Sample Factory, CleanRL and Stable-Baselines3: 35 mi
     local task family
     for task in HalfCheetah Ant; do
         family=${task,,}
-        ours "${family}_ours" 45 appo_mujoco.py --env-id $task-v4
+        ours_for "${family}_ours" 500000 appo_mujoco.py --env-id $task-v4
         alone "${family}_bare" --family mujoco --env-id $task-v4
         sample_factory "${family}_sf" 65 "mujoco_$family"
         cleanrl "${family}_cleanrl" ppo_continuous_action.py $task-v4 81920
@@ -147,8 +151,8 @@ throughput() {  # training and the games alone, with 4 to 32 games a worker: 30 
 ranks() {  # two ranks under torchrun beside one process with two workers: 15 minutes
     local family env_id file same=(--train-for-seconds 60 --total-timesteps 1000000000 --num-envs-per-worker 16 --device cpu)
     run mkdir -p "$out/files"
-    for family in doom; do   # Atari has the first core still, onto which the difference does not merge
-        env_id=benchmark
+    for family in doom atari; do
+        [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
         file="$out/files/appo_$family"
         if [ "$round" = 1 ]; then
             run cp appo_$family.py "$file.py"
@@ -184,14 +188,13 @@ replay() {  # each way of replaying beside none: 17 minutes
 }
 
 # `benchmark` and Breakout, each setting beside the default. Expected: Doom 32 games a worker faster, two splits and 8 games slower, the
-# others ties; Atari two splits, 8 games and two learner threads slower, the others ties.
+# others ties; Atari two splits and 8 games slower, the others ties.
 ladder() {  # one flag changed at a time: 37 minutes
     local family env_id same more
     for family in doom atari; do
         [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
         same="python appo_$family.py --env-id $env_id --num-workers 2 --rollout 32 --batch-size 1024 --device cpu ${flags[*]}" more=()
-        [ $family = doom ] || more=("threads2: $same --learner-threads 2" "batch256: $same --batch-size 256"
-            "plain: $same --no-normalize-input")
+        [ $family = doom ] || more=("batch256: $same --batch-size 256")
         compare ladder_$family 38 "default: $same" "splits2: $same --worker-num-splits 2" "games8: $same --num-envs-per-worker 8" \
             "games32: $same --num-envs-per-worker 32" "ahead0: $same --max-batches-ahead 0" "${more[@]}"
     done

@@ -14,10 +14,10 @@ N, SEED = 4, 11
 
 def played(games):
     """Generator: stops after the reset and after every step, for the caller to read the mailbox and fill in the actions."""
-    games.reset(0)
+    games.reset()
     while True:
         yield
-        games.step(0)
+        games.step()
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,7 @@ def played(games):
 def test_lives_and_games(game, episodic_life, n, steps):
     """The mailbox against a second pool with the same seed and actions, read by hand."""
     args = Args(env_id=game, episodic_life=episodic_life, num_envs_per_worker=n, num_workers=0, device="cpu", reward_clip=3.0)
-    args = appo.resolve(args)
-    m, rng = appo.Mailbox(appo.spaces_of(args), n).arrays(), np.random.default_rng(0)
+    m, rng = appo.Mailbox(appo.spaces_of(args), n).numpy(), np.random.default_rng(0)
     worker = appo.WorkerEnvs(args, 0, m, SEED)
     pool = envpool.make(game, env_type="gymnasium", num_envs=n, seed=SEED, episodic_life=episodic_life, use_fire_reset=True)
     obs, info = pool.reset()
@@ -45,9 +44,9 @@ def test_lives_and_games(game, episodic_life, n, steps):
             score, length = score + reward, length + ~before
             unreported = before & ~over & (info["lives"] > lives)  # EnvPool began a new game in the no-ops after a lost life
             over = terminated & (info["lives"] == 0) | unreported  # `AtariEnvs` goes by info["terminated"]
-            np.testing.assert_array_equal(m.episode[:, 2] > 0, over, "statistics are of games, not of lives")
+            np.testing.assert_array_equal(m.episode[:, 1] > 0, over, "statistics are of games, not of lives")
             np.testing.assert_allclose(m.episode[over, 0], score[over])
-            np.testing.assert_array_equal(m.episode[over, 2], length[over])
+            np.testing.assert_array_equal(m.episode[over, 1], length[over])
             if episodic_life:
                 lost = (info["lives"] < lives) | (info["terminated"] > 0)
                 assert (lost == terminated)[~before].all(), "a lost life ends an episode"
@@ -56,7 +55,7 @@ def test_lives_and_games(game, episodic_life, n, steps):
             firsts, games, silent = firsts + before.sum(), games + over.sum(), silent + unreported.sum()
             score[over] = length[over] = 0
             lives, before = info["lives"].copy(), terminated | truncated
-        action = rng.integers(0, worker.splits[0].single_action_space.n, n)
+        action = rng.integers(0, worker.envs.single_action_space.nvec[0], n)
         m.action[:, 0] = action
         obs, reward, terminated, truncated, info = pool.step(action)
     assert games >= n and (firsts > 2 * games if episodic_life else firsts <= games)
@@ -65,44 +64,46 @@ def test_lives_and_games(game, episodic_life, n, steps):
 
 def test_the_time_limit_of_a_game():
     """It ends the game without `terminated`, though lives were lost before, and the next game counts from nothing."""
-    args = appo.resolve(Args(num_envs_per_worker=N, num_workers=0, device="cpu"))
-    m = appo.Mailbox(appo.spaces_of(args), N).arrays()
+    args = Args(num_envs_per_worker=N, num_workers=0, device="cpu")
+    m = appo.Mailbox(appo.spaces_of(args), N).numpy()
     games = appo.WorkerEnvs(args, 0, m, SEED)
-    (envs,) = games.splits
+    envs = games.envs
     assert envs.options["max_episode_steps"] == 27_000 and appo.AtariEnvs(Args(frameskip=5), 1).options["max_episode_steps"] == 21_600
     envs.options["max_episode_steps"] = 60
     rng, lengths, lost = np.random.default_rng(0), [], 0
     cut = np.zeros(N, bool)
     for _ in zip(range(300), played(games)):
         assert m.first[cut].all() and not m.terminated[cut].any()
-        over = m.episode[:, 2] > 0
+        over = m.episode[:, 1] > 0
         cut, lost = over & ~m.terminated, lost + int((m.terminated & ~over).sum())
-        lengths += m.episode[cut, 2].tolist()
+        lengths += m.episode[cut, 1].tolist()
         m.action[:, 0] = rng.integers(0, 4, N)
     assert lost > N and len(lengths) > N and set(lengths) == {60}
 
 
 def test_the_ignored_step_is_in_no_loss():
     """Real games through inference and rollouts into the learner's batch: its mask leaves out what only resets."""
-    args = appo.resolve(Args(num_envs_per_worker=N, num_workers=0, rollout=100, hidden_size=32, device="cpu", precision="float32"))
-    device, spaces = torch.device("cpu"), appo.spaces_of(args)
+    args = Args(num_envs_per_worker=N, num_workers=0, rollout=100, hidden_size=32, device="cpu", precision="float32")
+    spaces = appo.spaces_of(args)
     agent = appo.Agent(spaces, args)
-    inference = appo.Inference(args, spaces, agent, device)
-    learner = appo.Learner(args, agent, inference, device)
-    for _ in played(appo.WorkerEnvs(args, 0, inference.arrays, SEED)):
-        inference.serve([0])
+    inference = appo.Inference(args, spaces, agent, torch.device("cpu"))
+    learner = appo.Learner(args, agent, inference)
+    for _ in played(appo.WorkerEnvs(args, 0, inference.mailbox, SEED)):
+        inference.requests = [0]
+        inference.serve()
         if not inference.full.empty():
             break
-    slots, _ = inference.full.get()
-    batch = learner.gather(slots, 0)
+    batch = learner.gather(np.r_[inference.full.get()])
     first = batch.first[1:]
-    assert first.sum() > 3 and torch.equal(batch.mask, ~first)
+    assert first.sum() > 3
     assert (batch.rewards[first] == 0).all() and not batch.terminated[first].any()
     assert batch.terminated[:-1][first[1:]].all(), "each follows the end of a life"
+    learner.iterate([slice(0, N)])
+    assert learner.global_step == (~first).sum()
 
 
 def config(**flags) -> dict:
-    envs = appo.make_envs(appo.resolve(Args(device="cpu", **flags)), 2)
+    envs = appo.make_envs(Args(device="cpu", **flags), 2)
     envs.reset(seed=7)
     found = dict(envs.pool.config)
     envs.close()
@@ -120,20 +121,15 @@ def test_flags_reach_the_games():
         frame_skip=4, episodic_life=True, noop_max=30, use_fire_reset=True, repeat_action_probability=0.0, full_action_space=False
     )
     assert {name: found[name] for name in expected} == expected
-    found = config(machado=True)
-    expected = dict(
-        frame_skip=4, episodic_life=False, noop_max=1, use_fire_reset=False, repeat_action_probability=0.25, full_action_space=True
-    )
-    assert {name: found[name] for name in expected} == expected
-    assert appo.make_envs(Args(machado=True), 1).single_action_space.n == 18 and appo.make_envs(Args(), 1).single_action_space.n == 4
-    with pytest.raises(UserError, match="--machado sets --sticky-actions itself"):
-        config(machado=True, sticky_actions=0.1)
+    assert appo.spaces_of(Args(full_action_space=True)).heads == (18,) and appo.spaces_of(Args()).heads == (4,)
 
 
 def test_an_unknown_game_names_the_nearest():
-    for typed in ("breakout", "BREAKOUT-V5", "Brekout-v5"):
-        with pytest.raises(UserError, match="did you mean Breakout-v5"):
+    for typed, near in (("breakout", "Breakout-v5"), ("Brekout-v5", "Breakout-v5"), ("Pog-v5", "Pong-v5")):
+        with pytest.raises(UserError, match=f"did you mean .*{near}"):
             appo.make_envs(Args(env_id=typed), 1)
+    games = {name for name, (module, *_) in envpool.registration.registry.specs.items() if module == "envpool.atari" and name.endswith("-v5")}
+    assert len(games) == 104
 
 
 @pytest.mark.parametrize("encoder", ["nature", "impala"])

@@ -73,7 +73,7 @@ def drawn(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["appo_gym", "appo_atari"])
 def drawn_of(request, tmp_path, monkeypatch):
-    """The same of the base, and of a file with the first core: the run, and how often its returns have the reward."""
+    """The same of the base and of Atari, which goes by raw rewards: the run, and how often its returns have the reward."""
     monkeypatch.chdir(tmp_path)
     script = with_envs(tmp_path, f"{request.param}_drawn", DRAWN, source=ROOT / f"{request.param}.py")
     return untrained(tmp_path / "e", script), 0.5 if request.param == "appo_gym" else 1
@@ -322,20 +322,6 @@ def test_what_cannot_draw_itself_is_not_played(play, tmp_path, monkeypatch, flag
     code, text = play(folder, flag, **SHOWN)
     assert code == 2 and text.startswith("error: basic cannot draw itself: ") and answer in text and text.count("\n") == 1
     assert not (folder / "video.mp4").exists()
-
-
-def test_environments_of_their_own_to_be_drawn(play, tmp_path, monkeypatch):
-    """As MuJoCo has them, which has the first core: only where there is something to see."""
-    monkeypatch.chdir(tmp_path)
-    main = 'if __name__ == "__main__":\n'
-    instead = "    Env.render = lambda self: np.full((300, 400, 3), self.count, np.uint8)\n    return make_envs(args, num_envs)\n"
-    edit = (main, f"def drawn_envs(args, num_envs):\n{instead}\n\n{main}")
-    script = with_envs(tmp_path, "appo_drawn_instead", COUNTING, edit, source=ROOT / "appo_atari.py")
-    folder = untrained(tmp_path / "e", script)
-    assert play(folder, "--episodes", 2)[1].startswith("2 episodes, ")
-    code, text = play(folder, "--episodes", 2, "--save-video")
-    assert code == 0 and text.startswith("Breakout-v5 is played in the environments of `drawn_envs`")
-    assert imageio.get_reader(folder / "video.mp4").get_data(0).shape == (300, 400, 3), "large enough"
 
 
 class Window:

@@ -84,8 +84,8 @@ FILES = {
     "appo_doom": (dict(memory=True, heads=True), dict(batch_size=64), 10_000),
     "appo_doom_multigpu": (dict(memory=True, image=False, heads=True), dict(batch_size=64), 12_000),
     "appo_pbt_doom": (dict(memory=True, image=False), dict(num_policies=1), 12_000),
-    "appo_atari": (dict(memory=False), {}, 8000),
-    "appo_atari_replay": (dict(memory=False), dict(replay_rollouts=100), 8000),
+    "appo_atari": (dict(memory=False, heads=True), dict(batch_size=64), 8000),
+    "appo_atari_replay": (dict(memory=False, heads=True), dict(batch_size=128, replay_rollouts=100), 8000),
     "appo_dmlab": (dict(memory=True, more=LAB), dict(encoder="convnet"), 12_000),
     "appo_mujoco": (dict(memory=False, image=False, continuous=True), dict(num_envs=16, rollout=16, hidden_size=64), 12_000),
 }  # fmt: skip
