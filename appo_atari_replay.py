@@ -1145,18 +1145,15 @@ class Learner:
             for batch in map(np.concatenate, zip(*parts)):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
-        self.keep(blocks)
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        return (
-            metrics
-            | about_replay
-            | {
-                "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
-                "lag/mean": lags.sum() / max(1, len(lags)),
-                "lag/max": lags.max(initial=0),
-                "lag/masked": (lags >= args.max_policy_lag).sum() / max(1, len(lags)),
-            }
-        )
+        self.keep(blocks)
+        metrics |= about_replay
+        return metrics | {
+            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "lag/mean": lags.sum() / max(1, len(lags)),
+            "lag/max": lags.max(initial=0),
+            "lag/masked": (lags >= args.max_policy_lag).sum() / max(1, len(lags)),
+        }
 
     def choose_replayed(self, newest: int):
         """The KEPT slots that are replayed beside the fresh ones, of which `newest` is the last, and metrics. None

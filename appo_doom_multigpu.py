@@ -1288,8 +1288,8 @@ class Learner:
             for batch in np.array_split(dealt, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += int(sum_over_ranks(torch.tensor(len(lags))))
-        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` was for their copies
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` was for their copies
         return metrics | {
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
             "lag/mean": lags.sum() / max(1, len(lags)),
