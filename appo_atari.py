@@ -20,9 +20,10 @@ As Machado et al. (2018) recommend, but for their frameskip of 5 and games of 5 
 --sticky-actions 0.25 --full-action-space --no-fire-reset --noop-max 1 (EnvPool always plays one).
 
 A deliberate edit of appo_doom.py. What differs:
-- the games (`AtariEnvs`), and that a life lost may end an episode, but no game: scores are of whole games;
+- the games (`AtariEnvs`); where a lost life ends an episode, the game goes on: scores are of whole games;
 - convolutions of Mnih et al. (2015) or of IMPALA, ReLU, CleanRL's initial gains, no recurrent core by default;
-- the entropy is rewarded, as in CleanRL, instead of the divergence from the uniform policy penalised;
+- the entropy is rewarded, as in CleanRL, instead of the divergence from the uniform policy penalised; other defaults of
+  learning rate, clips, and the gradient's norm, CleanRL's too;
 - there are no engines: no look at /dev/shm, no scenarios of one's own.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
@@ -199,19 +200,18 @@ EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
 class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari games with the usual preprocessing (Mnih et al. 2015): 84x84, grey, the last 4 images.
-    Observation: `obs`, uint8 [84, 84, 4], the newest last (as convolutions on a CPU want it, rearranged once for acting
-    and learning; EnvPool's own is [4, 84, 84]). A game ends after 108,000 frames, half an hour. The pool is made in
+    Observation: `obs`, uint8 [84, 84, 4], the newest last: rearranged once, for acting and learning, as convolutions on
+    a CPU want it (EnvPool has [4, 84, 84]). A game ends after 108,000 frames, half an hour. The pool is made in
     `reset`, where it gets its seed; it resets on the step after an episode's end. Raises UserError.
 
     `info["raw_reward"]` is the game's own, before scale and clip: scores are sums of it. `info["game_over"]`: the whole
     game ended. With `episodic_life` a lost life ends an episode, and the step after it, whose action is ignored too,
     continues the same game with the no-ops and FIRE; points scored there are not counted. Some games (RoadRunner) may
-    end there, unreported by EnvPool: that step begins a new game, and has `game_over`."""
+    end during these no-ops, which EnvPool does not report: that step begins a new game, and has `game_over`."""
 
     def __init__(self, args: Args, num_envs: int):
         self.metadata = dict(
             autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP,
-            render_modes=["rgb_array"],
             render_fps=60 / args.frameskip,
         )
         specs = envpool.registration.registry.specs
@@ -420,7 +420,7 @@ def image_encoder(space, args: Args):
 
 class Agent(nn.Module):
     """Convolutions for each image and two layers of `vector_size` (ReLU) for all vectors, joined, then a recurrent
-    core, if asked for, then value and logits. Weights orthogonal with CleanRL's gains.
+    core, if asked for, then value and logits. Weights orthogonal with CleanRL's gains, but for IMPALA's convolutions.
 
     A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
     row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`, which
@@ -1116,7 +1116,7 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0)
+AT_LEAST |= dict(noop_max=1, vector_size=1, seed=0, gamma=0, max_grad_norm=0)
 SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
 FIXED = ("env_id", "encoder", "rnn_type", "hidden_size", "vector_size")  # a resumed run has the same
 
@@ -1371,7 +1371,7 @@ def train(args: Args, folder: Path) -> int:
     log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments; files in {folder}")
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
-    handle_signals(inference)  # now: importing an environment's module may have set others
+    handle_signals(inference)
     deadline = np.inf
     stopped = False
     with running(inference, folder), own_stream(device):

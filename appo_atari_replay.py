@@ -20,8 +20,12 @@
 A deliberate edit of appo_atari.py. What differs:
 - a block that was learned from is KEPT until it is the oldest one and room is needed (`Learner.keep`);
 - `Learner.choose_replayed` says which rollouts of these are learned from again, beside the fresh ones of an iteration;
-- `appo_loss` has another policy gradient for replayed samples, and holds the policy near the one that acted, whose
-  logits are stored; `Agent.hidden` stands apart, since states are compared by it.
+- of replayed samples `appo_loss` has another policy gradient, advantages around a mean of their own, no clip of the
+  value and no limit of age, and it holds the policy near the one that acted, whose logits are stored;
+- `Agent.hidden` stands apart, since states are compared by it.
+
+An iteration takes fewer blocks, and until a fifth of `replay_rollouts` is there, after a resume, too, it has fresh
+samples alone.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -174,19 +178,19 @@ class Args:
 
     # --- replay
     replay: Literal["uniform", "attentive", "elite"] = "uniform"
-    """which kept rollouts are learned from again: any; the ones most like where the agents are now; or the ones that
-    the network still sees as it did when it acted. The last two by the distance of states, summed over the rollout"""
+    """which kept rollouts are learned from again. uniform: any; attentive: those whose states are most like the newest
+    state; elite: those whose states the network still sees as it did when it acted"""
     replay_share: float = 0.5  # share of each batch that is replayed; 0: none, and nothing is kept
     replay_rollouts: int = 1000  # the newest so many are kept, on the device; each takes 0.9 MiB at 32 steps
     replay_candidates: float = 6.0
-    """attentive, elite: so many times what is needed is drawn, and the best are taken; falls linearly
-    to 1, where all three are the same, at total_timesteps"""
+    """attentive, elite: so many times as many rollouts as are needed are drawn, and the best of them are taken. It
+    falls linearly to 1 at total_timesteps, where all three ways are the same"""
     elite_strategy: Literal[1, 2, 3, 4] = 1
-    """attentive, elite: the best are the nearest (1), the nearest of each of as many strata of distance as are needed
-    (2), the least often taken, and among equals the nearest (3), or in each stratum the least often taken (4)"""
+    """attentive, elite: what is best. 1: the nearest; 3: the least often taken, among equals the nearest; 2 and 4: the
+    same in each of as many strata of the candidates, by distance, as rollouts are needed"""
     replay_distance: Literal["norm", "cosine", "kl"] = "norm"
     """attentive, elite: of two states, by the last hidden layer the 2-norm or the cosine, or KL of the two policies"""
-    policy_cloning_coef: float = 0.05  # of KL(mu, pi) of replayed samples; it holds the policy near the acting one, mu
+    policy_cloning_coef: float = 0.05  # of KL(mu, pi) of replayed samples
 
     def __post_init__(self):
         """Fills in what depends on other flags."""
@@ -213,19 +217,18 @@ EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
 class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari games with the usual preprocessing (Mnih et al. 2015): 84x84, grey, the last 4 images.
-    Observation: `obs`, uint8 [84, 84, 4], the newest last (as convolutions on a CPU want it, rearranged once for acting
-    and learning; EnvPool's own is [4, 84, 84]). A game ends after 108,000 frames, half an hour. The pool is made in
+    Observation: `obs`, uint8 [84, 84, 4], the newest last: rearranged once, for acting and learning, as convolutions on
+    a CPU want it (EnvPool has [4, 84, 84]). A game ends after 108,000 frames, half an hour. The pool is made in
     `reset`, where it gets its seed; it resets on the step after an episode's end. Raises UserError.
 
     `info["raw_reward"]` is the game's own, before scale and clip: scores are sums of it. `info["game_over"]`: the whole
     game ended. With `episodic_life` a lost life ends an episode, and the step after it, whose action is ignored too,
     continues the same game with the no-ops and FIRE; points scored there are not counted. Some games (RoadRunner) may
-    end there, unreported by EnvPool: that step begins a new game, and has `game_over`."""
+    end during these no-ops, which EnvPool does not report: that step begins a new game, and has `game_over`."""
 
     def __init__(self, args: Args, num_envs: int):
         self.metadata = dict(
             autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP,
-            render_modes=["rgb_array"],
             render_fps=60 / args.frameskip,
         )
         specs = envpool.registration.registry.specs
@@ -434,7 +437,7 @@ def image_encoder(space, args: Args):
 
 class Agent(nn.Module):
     """Convolutions for each image and two layers of `vector_size` (ReLU) for all vectors, joined, then a recurrent
-    core, if asked for, then value and logits. Weights orthogonal with CleanRL's gains.
+    core, if asked for, then value and logits. Weights orthogonal with CleanRL's gains, but for IMPALA's convolutions.
 
     A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
     row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`, made of
@@ -600,9 +603,9 @@ def masked_mean(x, mask):
 def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     """PPO's clipped losses with V-trace's targets over the valid samples of a batch that are young enough. It has the
     fields of Rollouts, [time, rollout, ...], and `lags`, int64 [T, B]. Returns the loss and metrics, on the device.
-    Replayed samples are never too old. They have V-trace's own policy gradient (Espeholt et al. 2018, section 4.2),
-    because most of their ratios are outside PPO's band, where it has none, no clip of the value, and a term that holds
-    the policy near the one that acted (CLEAR, Rolnick et al. 2018, section 3).
+    Replayed samples are never too old. They have V-trace's own policy gradient (Espeholt et al. 2018, section 4.2):
+    PPO's is 0 outside its band, where most of their ratios are. Their values are not clipped, and a term of theirs
+    holds the policy near the one that acted (CLEAR, Rolnick et al. 2018, section 3).
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
     of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also a
@@ -721,8 +724,8 @@ def num_blocks(args: Args) -> int:
 
 
 def num_kept(args: Args) -> int:
-    """Blocks that are KEPT at any time, at first with nothing in them. Each that becomes KEPT makes another FREE, after
-    an iteration's last step: so what is said above holds for the others."""
+    """Blocks that are KEPT at any time, at first with nothing in them, beside those of `num_blocks`. After an iteration
+    as many of them become FREE as become KEPT."""
     return -(-args.replay_rollouts // rows_per_group(args)) if args.replay_share else 0
 
 
@@ -774,8 +777,8 @@ class Rollouts:
     read before it is written, the loss would say so.
 
     A block of slots is FILLING from when its group gets it until the rollouts are complete, then FULL (both in
-    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.keep` KEPT, and gives it back when it is the
-    oldest KEPT one, and `Inference.receive` makes it FREE."""
+    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.keep` KEPT. When it is the oldest KEPT one, `keep`
+    gives it back, and `Inference.receive` makes it FREE."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
         # on the device; T + 1: with the observation that the last value is bootstrapped from
@@ -946,7 +949,8 @@ class Inference:
         self.mailbox = self.shared_mailbox.numpy()  # the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
         features = agent.features if compares_features(args) else 0
-        self.features = torch.zeros((args.rollout, blocks[-1].stop, features), device=device)  # as fields of Rollouts
+        # Of the acting policy's last hidden layer, [time, slot, features]; not gathered
+        self.features = torch.zeros((args.rollout, blocks[-1].stop, features), device=device)
         self.state = torch.zeros(num_rows(args), agent.state_size, device=device)
         self.filling = dict(enumerate(blocks[:groups]))  # by group; without an entry it waits for a FREE block
         self.t = np.zeros(groups, int)  # steps so far in the group's FILLING block
@@ -1108,7 +1112,7 @@ class Learner:
         self.agent = agent
         self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.global_step = 0  # valid transitions learned from
+        self.global_step = 0  # valid transitions learned from, as fresh ones
         self.best_return = -np.inf  # of best.pth
         first = num_blocks(args)
         self.kept = deque(slice_of(args, i) for i in range(first, first + num_kept(args)))  # KEPT, the oldest first
@@ -1127,8 +1131,8 @@ class Learner:
         return blocks
 
     def iterate(self, blocks: list[slice]):
-        """Learns from the blocks of an iteration, and from what is replayed. They stay LEARNING until its last step is
-        made, then they are KEPT. Returns the metrics of that step."""
+        """Learns from the blocks of an iteration, and from what is replayed. The blocks stay LEARNING until the last
+        step is made, then they are KEPT. Returns the metrics of that step."""
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
@@ -1184,9 +1188,9 @@ class Learner:
 
     @torch.inference_mode()
     def distances(self, slots: np.ndarray, newest: int) -> np.ndarray:
-        """float32 [slots], on the host: how far what the network makes of their states now is from what the acting one
-        made of them then or, attentive, of the last state in slot `newest`, the newest that the learner has. Of every
-        fourth state, where no recurrent core needs all: neighbours in time hardly differ."""
+        """float32 [slots], on the host. elite: how far the network's features (or policies) of their states now are
+        from those of the time of acting; attentive: from those of the last state in slot `newest`, the newest that the
+        learner has. Of every fourth state, where no recurrent core needs all: neighbours in time hardly differ."""
         args = self.args
         rollouts = self.inference.rollouts
         times = slice(0, args.rollout, 1 if self.agent.state_size else 4)
@@ -1240,7 +1244,7 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.inference.version > 0  # the first batch only initialises the inputs' statistics
-        if last_epoch or not begun:  # every sample counts once
+        if last_epoch or not begun:  # once an iteration
             valid = ~batch.first[1:]
             start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
@@ -1267,7 +1271,7 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, replay_share=0, replay_rollouts=1)
+AT_LEAST |= dict(noop_max=1, vector_size=1, seed=0, gamma=0, max_grad_norm=0, replay_share=0, replay_rollouts=1)
 AT_LEAST |= dict(replay_candidates=1, policy_cloning_coef=0)
 SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
 FIXED = ("env_id", "encoder", "rnn_type", "hidden_size", "vector_size")  # a resumed run has the same
@@ -1532,7 +1536,7 @@ def train(args: Args, folder: Path) -> int:
     log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments; files in {folder}")
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
-    handle_signals(inference)  # now: importing an environment's module may have set others
+    handle_signals(inference)
     deadline = np.inf
     stopped = False
     with running(inference, folder), own_stream(device):

@@ -16,45 +16,43 @@
     python appo_dmlab.py --env-id dmlab_30 --dataset-path dummy --num-workers 20 --num-envs-per-worker 30
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
-On 2 cores of an AMD EPYC (Zen 3, no GPU) the first command with `--encoder convnet` reaches a mean return of 7 in 17
-minutes and 1.2 million frames (random actions: 0.07, people: 10; one seed, 2026-11-23; benchmark/learning.sh dmlab).
-
-A deliberate edit of appo_doom.py: what is the same is the same text. What differs:
-
-    LabEnv           one level, or the 30 tasks of DMLab-30, with their time limits, as the engine does not say why an
-                     episode ended; the reward is clipped as in IMPALA. What engines print is in engines/output.txt
-    LevelCache       maps that are generated for an episode, kept in a folder that runs share
-    Agent            reads instructions and, if asked to, sees the last action and reward
-    PopArt           values, their loss and advantages in units of each task's own returns
-    Reporter.scores  returns task by task, also in per cent of the way from random actions to people. Their mean over
-                     the tasks chooses best.pth where all are of DMLab-30, else the mean return over the tasks does
-    resolve          on a CPU the learner has all threads, since the ResNet costs most
-
 The engine, deepmind_lab, is in no package registry. Here a *task* is a level with its number: row r plays task r modulo
 the number of tasks, for good.
 
+A deliberate edit of appo_doom.py. What differs:
+- the game (`LabEnv`): one level, several, or the 30 tasks of DMLab-30; the reward is clipped as in IMPALA; what engines
+  print is not shown; time limits are ours to tell, since the engine does not say why an episode ended;
+- compiled maps are kept in a folder that runs share (`LevelCache`), and each episode of a level that generates its maps
+  draws one of `num_maps`;
+- the network reads instructions; IMPALA's convolutions, ReLU; an LSTM by default;
+- PopArt: values, their loss and advantages in units of each task's own returns;
+- returns task by task, also in per cent of the way from random actions to people. The mean over the tasks chooses
+  best.pth (`scores`);
+- an actor's environments have `actor_timeout` each, in a step, too, in which each may have to compile a map;
+- there is no look at /dev/shm, and there are no scenarios of one's own.
+
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
-     +-------------------------------+  request: byte s   +------------------------------------------+
-     | step the envs of split s      | -----------------> | inference thread                         |
-     | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
-     | the mailbox rows of group g   | <----------------- |   into the rollouts, forward, sample,    |
-     | (meanwhile the other split    |  reply: byte s     |   write actions into the mailbox         |
+     +-------------------------------+  request: split s  +------------------------------------------+
+     | step the environments of      | -----------------> | inference thread                         |
+     | split s, write obs, reward    |                    |   copy the rows of all waiting groups    |
+     | ... into its mailbox rows     | <----------------- |   into the rollouts, forward, sample,    |
+     | (meanwhile the other split    |   reply: split s   |   write actions into the mailbox         |
      |  waits for its actions)       |                    +------------------------------------------+
-     +-------------------------------+                       | full slots                ^ free slots
+     +-------------------------------+                       | full blocks               ^ free blocks
                                                           +------------------------------------------+
                                                           | learner (main thread)                    |
-                                                          |   take B slots, V-trace, PPO step,       |
-                                                          |   publish weights as version v+1         |
+                                                          |   V-trace, PPO steps, each copied to the |
+                                                          |   policy that acts: version v+1, v+2, ...|
                                                           +------------------------------------------+
-     slot:  FREE -> FILLING (one row) -> FULL -> LEARNING -> FREE        exactly one owner at any time
+     block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
 
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *batch* is B rollouts, from which the learner makes one optimiser step.
-An *iteration* begins when the learner takes the slots of `num_batches_per_epoch` batches at once, passes `num_epochs`
-times over them, and ends when it gives them back. A *step* is one decision of the agent, a *frame* one tick of the
-engine (frames = steps x frameskip). Every policy that is published has a *version*, one higher than the last; the *lag*
-of a sample is the learner's version minus the version that chose its action.
+is room for one rollout (T steps of one row), a *block* is the slots of a group's rows. An *iteration* begins when the
+learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, passes `num_epochs` times
+over them, each batch an optimiser step, and ends when it gives them back. A *step* is one decision of the agent,
+a *frame* one tick of the engine (frames = steps x frameskip). Every optimiser step makes a *version* of the policy; the
+*lag* of a sample is the newest version minus the one that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -69,28 +67,24 @@ last step bootstraps from the value of the last observation. This engine has non
 stands for it (`LabEnv.observation`).
 """
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the imports: the end, without a traceback (see `handle_signals`)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
 import copy
 import ctypes
-import difflib
 import faulthandler
-import fcntl
 import functools
-import gc
 import hashlib
-import importlib.metadata
+import io
 import json
-import multiprocessing.dummy
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import queue
 import random
-import resource
 import selectors
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -98,25 +92,34 @@ import time
 import traceback
 import zipfile
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.multiprocessing as mp
 import torch.nn as nn
-import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
 # === Args =============================================================================================================
 
 
-Value = TypeVar("Value")
-Auto = Annotated[Value | None, tyro.conf.arg(help_behavior_hint="")]  # None: the field's help says what the default is
+class UserError(Exception):
+    """Something the user can fix; printed as one line, without a traceback."""
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # a container without a quota: no such file, or "max"
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores
 
 
 @dataclass
@@ -126,55 +129,52 @@ class Args:
     """dmlab_30, a level by its name, with or without contributed/dmlab30/, several with commas between them, or one of
     Sample Factory's short names, such as dmlab_benchmark. All tasks get the same number of samples if their number
     divides --num-envs-per-worker"""
-    extended_action_set: Auto[bool] = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9. Default: with dmlab_30
-    dataset_path: Auto[str] = None
-    """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours"""
-    level_cache: Auto[str] = None
-    """folder of compiled maps, which any number of runs may share: all play the same maps, and none removes any.
-    benchmark/fill_level_cache.py compiles some beforehand. Default: level_cache below train_dir"""
+    episode_seconds: float | None = None
+    """time limit of an episode: one that ends sooner was terminated. None: that of the task, which is known of the thirty
+    of DMLab-30 alone"""
+    extended_action_set: bool | None = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9; None: with dmlab_30
+    dataset_path: str | None = None
+    """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours.
+    None: there is none"""
+    num_maps: int = 10_000  # of each level that generates its maps; an episode draws one, the same of them in every run
+    level_cache: str | None = None
+    """folder of compiled maps, which any number of runs may share: none removes any. None: level_cache below train_dir.
+    benchmark/fill_level_cache.py compiles some beforehand"""
     renderer: Literal["software", "hardware"] = "software"  # hardware where the engine was built with it
-    test_levels: bool = False  # play DMLab-30's test levels, or other maps where a task has none; evaluate.py sets it
+    test_levels: bool = False  # DMLab-30's test levels, or other maps where a task has none: for evaluate.py
     frameskip: int = 4  # engine ticks (frames) per step of the agent
+    reward_scale: float = 1.0  # rewards are multiplied by this (on top of IMPALA's clip)
+    reward_clip: float = 10.0  # then clipped to +- this
     seed: int = 1  # of the network, of the action sampling and of the environments
-    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip) of all sessions
-    train_for_seconds: Auto[float] = None  # stop after this many seconds of learning in this session
-    device: str = "auto"  # cpu, cuda or cuda:1; auto is cuda where there is one
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the encoder, and on a CPU of the core; auto is bfloat16 where the GPU or the CPU (AVX512-BF16, AMX) has
-    instructions for it"""
-    experiment: Auto[str] = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
+    total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
+    train_for_seconds: float = np.inf  # stop after this many seconds of this session
+    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")  # or cuda:1
+    precision: Literal["float32", "bfloat16"] | None = None
+    """of the encoder, and on a CPU of the core; None is bfloat16 where the device has instructions for it"""
+    experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
-    keep_checkpoints: int = 2  # how many of the latest checkpoints are kept
+    keep_checkpoints: int = 2  # how many of the latest checkpoints are kept; 0: all
 
     # --- sampling
-    num_workers: Auto[int] = None
-    """actor processes. Default: the cores this process may use. 0: one actor, a thread of this process, to debug
-    (implies sync)"""
-    num_envs_per_worker: int = 16  # environments per worker; each takes about 0.1 GiB of memory
-    worker_num_splits: Auto[int] = None
-    """parts that a worker's environments are stepped in: it steps one while the others wait for actions. Default: 2
-    with CUDA and an even number of environments, else 1 (on a CPU the network would use the core meanwhile)"""
+    num_workers: int = field(default_factory=num_cores)
+    """actor processes; 0 runs one as a thread, for debugging, and implies --sync"""
+    num_envs_per_worker: int = 16  # environments per worker; each takes about 0.13 GiB of memory
+    worker_num_splits: int | None = None
+    """parts that a worker's environments are stepped in: it steps one while the others wait for actions; None: 2 with
+    CUDA, else 1 (on a CPU the network would use the core meanwhile)"""
     set_workers_cpu_affinity: bool = True
-    """pin worker i and its engines to the i-th core of this process; off where a container's CPU quota is less than its
-    cores. For several runs at once turn it off, or give each run cores of its own with taskset"""
-    sync: bool = False  # collect only while the learner waits, so that each iteration begins with lag 0: the baseline
+    """pin worker i and its engines to the i-th core of this process; turn it off for several runs at once"""
     actor_timeout: float = 120.0
     """seconds that each environment of a split may take to start, and in a step, in which all of them may have to
-    compile a map; an actor that takes longer (as after Ctrl-Z) counts as hung, and another takes its place; 0: no
-    limit"""
-    inference_threads: Auto[int] = None  # CPU threads of inference. Default: by the number of cores
-    learner_threads: Auto[int] = None  # CPU threads of the learner. Default: by the number of cores
+    compile a map; an actor that takes longer counts as hung, and another takes its place; 0: no limit"""
+    sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: Auto[int] = None
-    """samples per optimiser step, a multiple of rollout. Default: a power of 2 near rows * rollout / 2 /
-    num_batches_per_epoch, from 1024 to 8192; with sync exactly rows * rollout / num_batches_per_epoch"""
-    num_batches_per_epoch: int = 1
-    """batches of an iteration (Sample Factory's name). Each epoch deals its rollouts out to them anew; each batch is an
-    optimiser step"""
-    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in its first optimiser step
+    batch_size: int = 1024  # samples per optimiser step, about: a batch is of whole rollouts
+    num_batches_per_epoch: int = 1  # batches in an iteration, about; with --sync it is one rollout of every row
+    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -184,36 +184,42 @@ class Args:
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 is the V-trace of the paper
     clip_coef: float = 0.1  # PPO: the ratio is clipped to [1/(1+e), 1+e]
-    ppo_clip_value: float = 0.2  # PPO: the value may move this far from the one at acting time
+    ppo_clip_value: float = 0.2  # PPO: the value may move so many deviations of the targets from the one at acting time
     vf_coef: float = 0.5  # coefficient of the value loss
-    exploration_loss: Literal["entropy", "symmetric_kl"] = "symmetric_kl"
-    """reward for entropy, or penalty for the symmetric KL divergence from the uniform policy"""
-    ent_coef: float = 0.001  # coefficient of the exploration loss
+    ent_coef: float = 0.001  # coefficient of the symmetric KL divergence from the uniform policy, which is penalised
     max_grad_norm: float = 4.0  # gradients are scaled down to this norm; 0 turns it off
-    reward_scale: float = 1.0  # rewards are multiplied by this (on top of the environment's own scale)
-    reward_clip: float = 10.0  # then clipped to +- this
-    normalize_input: bool = True  # every pixel by its running mean and variance; off: pixels / 255
-    normalize_returns: bool = True
-    """values, their loss and advantages in units of each task's own returns (PopArt); if a resumed run turns it off,
-    the last units stay"""
     encoder: Literal["impala", "convnet"] = "impala"
     """the residual convolutions of Espeholt et al. (2018), or Sample Factory's two plain ones (convnet_impala)"""
-    last_action_reward: bool = False  # the network also sees the last action and reward; zeros as an episode begins
     rnn_type: Literal["gru", "lstm", "none"] = "lstm"  # the recurrent core
-    hidden_size: int = 256  # units of the encoder's last layer and of the recurrent core
+    hidden_size: int = 256  # units of an image encoder's last layer and of the recurrent core
 
-
-class UserError(Exception):
-    """Something the user can fix; printed as one line, without a traceback."""
+    def __post_init__(self):
+        """Fills in what depends on other flags."""
+        if self.extended_action_set is None:
+            self.extended_action_set = "dmlab_30" in self.env_id.split(",")
+        cuda = self.device.startswith("cuda")
+        if self.precision is None:
+            if cuda:
+                capable = torch.cuda.is_bf16_supported(including_emulation=False)
+            else:
+                capable = "_bf16" in Path("/proc/cpuinfo").read_text()  # AVX512-BF16 or AMX
+            self.precision = "bfloat16" if capable else "float32"
+        if self.worker_num_splits is None:
+            self.worker_num_splits = 2 if cuda else 1
+        if self.num_workers == 0:
+            self.sync = True
 
 
 # === Environment ======================================================================================================
 
-TICKS_PER_SECOND = 60
-ENV_SHARED_MEMORY = 0  # bytes of /dev/shm that an environment takes
+# What is summed over each episode, and reported as the mean over the last 100: the engine's own reward, 1 a step, and
+# numbers in the environment's `info`, whose names are added here
+OWN_SUMS = ()
+EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
+
 IMAGE = (72, 96, 3)  # height, width, RGB
-DISK_RESERVE = 2 * 2**30  # bytes that the level cache leaves free, for checkpoints
-WORDS, VOCABULARY = 16, 1000  # words of an instruction that are read, and their numbers: 0 for none, 1 to 999
+WORDS = 16  # of an instruction that are read
+VOCABULARY = 1000  # their numbers: 0 for none, 1 to 999
 
 
 class Task(NamedTuple):
@@ -259,12 +265,6 @@ TASKS = {
     "explore_object_rewards_few": Task(77.7, 2.073, 5400, generated=True),
     "explore_object_rewards_many": Task(106.7, 2.438, 7200, generated=True),
 }
-OTHER_LEVELS = {  # and their time limits
-    "seekavoid_arena_01": 1200, "stairway_to_melon": 3600, "nav_maze_static_01": 3600, "nav_maze_static_02": 9000,
-    "nav_maze_static_03": 18000, "nav_maze_random_goal_01": 3600, "nav_maze_random_goal_02": 9000,
-    "nav_maze_random_goal_03": 18000, "lt_chasm": 36000, "lt_hallway_slope": 36000, "lt_horseshoe_color": 36000,
-    "lt_space_bounce_hard": 36000,
-}  # fmt: skip
 SHORT_NAMES = {
     "dmlab_benchmark": "rooms_collect_good_objects_train", "dmlab_benchmark_slow_reset": "rooms_keys_doors_puzzle",
     "dmlab_sparse": "explore_goal_locations_large", "dmlab_sparse_doors": "explore_obstructed_goals_large",
@@ -281,12 +281,6 @@ EXTENDED_ACTIONS = (
 )  # fmt: skip
 
 
-def task_of(name: str) -> Task:
-    """The Task of a level. Scores are known of the thirty only; a level that is not listed above may generate maps."""
-    frames = OTHER_LEVELS.get(name)
-    return TASKS.get(name) or Task(0.0, 0.0, frames or float("inf"), generated=frames is None)
-
-
 def tasks_of(args: Args) -> list[str]:
     """Names of the tasks that are trained, in the order of their numbers."""
     names = []
@@ -296,9 +290,12 @@ def tasks_of(args: Args) -> list[str]:
     return list(dict.fromkeys(names))  # each once
 
 
-def human_normalized(task: str, mean_return: float) -> float:
-    """Per cent of the way from random actions (0) to people (100)."""
-    return 100 * (mean_return - TASKS[task].random) / (TASKS[task].human - TASKS[task].random)
+def task_of(args: Args, name: str) -> Task:
+    """Of another level than the thirty no scores are known, and it may generate maps. Raises UserError."""
+    if name not in TASKS and args.episode_seconds is None:
+        raise UserError(f"--episode-seconds is missing: the time limit of {name}, which is not one of DMLab-30")
+    task = TASKS.get(name, Task(0.0, 0.0, 0.0, generated=True))
+    return task._replace(frames=60 * args.episode_seconds) if args.episode_seconds else task
 
 
 @functools.cache
@@ -308,96 +305,67 @@ def lab_module():
     try:
         import deepmind_lab
     except ImportError as error:
-        raise UserError(f"cannot import deepmind_lab ({error}); no package registry has it. Build its wheel with Bazel "
-                        "(python/pip_package/README.md of github.com/google-deepmind/lab), or copy a folder "
-                        "deepmind_lab that was built for this version of Python to where Python finds it. To compile "
-                        "maps it needs bash, zip, dirname and mv on the PATH") from None  # fmt: skip
+        raise UserError(
+            f"cannot import deepmind_lab ({error}); no package registry has it. Build its wheel with Bazel "
+            "(python/pip_package/README.md of github.com/google-deepmind/lab), or copy a folder deepmind_lab that was "
+            "built for this version of Python to where Python finds it. To compile maps it needs bash, zip, dirname "
+            "and mv on the PATH"
+        ) from None
     return deepmind_lab
 
 
 def make_lab(args: Args, name: str, **where):
     """The engine of a task. It starts nothing before its first `reset`. Raises RuntimeError."""
+    task = task_of(args, name)
     level = f"contributed/dmlab30/{name}" if name in TASKS else name
-    if args.test_levels and task_of(name).test:
-        level = f"contributed/dmlab30/{task_of(name).test}"
     config = dict(width=str(IMAGE[1]), height=str(IMAGE[0]), appendCommand="+set net_enabled 0")  # no network ports
+    if args.test_levels:
+        config["mixerSeed"] = str(0x600D5EED)  # other maps than in training (the value: IMPALA's environments.py)
+        if task.test:
+            level = f"contributed/dmlab30/{task.test}"
+            config["allowHoldOutLevels"] = "true"
     if args.dataset_path:
         config["datasetPath"] = args.dataset_path
     if args.renderer == "hardware":
         config["gpuDeviceIndex"] = args.device.partition(":")[2] or "0"
-    if level.endswith("_test"):
-        config["allowHoldOutLevels"] = "true"
-    if args.test_levels:
-        config["mixerSeed"] = str(0x600D5EED)  # other maps than in training (the value: IMPALA's environments.py)
     return lab_module().Lab(level, ["RGB_INTERLEAVED", "INSTR"], config=config, renderer=args.renderer, **where)
 
 
-def check_level(args: Args) -> None:
+def check_levels(args: Args):
     """Raises UserError for a level that the engine does not have, or a data set that is missing."""
-    tasks = tasks_of(args)
-    needy = [task for task in tasks if task_of(task).dataset]
-    if needy and args.dataset_path is None:
-        raise UserError(f"--dataset-path is missing, for {' and '.join(needy)}: the folder of the data set "
-                        'brady_konkle_oliva2008, or "dummy" for plain colours that the engine has')  # fmt: skip
-    if needy and args.dataset_path != "dummy" and not os.path.isdir(args.dataset_path):
-        raise UserError(f"--dataset-path {args.dataset_path} is no folder")
-    for task in [tasks[0], *(task for task in tasks[1:] if task not in TASKS)]:
+    for task in tasks_of(args):
+        if task_of(args, task).dataset and args.dataset_path != "dummy":
+            if not args.dataset_path or not any(Path(args.dataset_path).rglob("*.jpg")):
+                raise UserError(
+                    f"--dataset-path {args.dataset_path} has no pictures (*.jpg), which {task} needs: the folder of "
+                    'the data set brady_konkle_oliva2008, or "dummy" for plain colours that the engine has'
+                )
         try:
             make_lab(args, task).close()
         except RuntimeError as error:
-            if task in TASKS or "level" not in str(error).lower():
-                raise UserError(f"the engine does not start {task}: {error}") from None
-            near = difflib.get_close_matches(task, [*TASKS, *SHORT_NAMES, *OTHER_LEVELS, "dmlab_30"], cutoff=0.3)
-            near = near or ["dmlab_30"]
-            raise UserError(f"unknown --env-id {task}; did you mean {' or '.join(near)}?") from None
-
-
-def cache_folder(args: Args) -> Path:
-    return Path(args.level_cache or Path(args.train_dir, "level_cache"))
-
-
-def engines_folder(args: Args) -> Path:
-    """Where processes with engines have folders of their own, and output.txt: what engines and their scripts print."""
-    folder = Path(args.train_dir, args.experiment) if args.experiment else cache_folder(args)
-    return Path(os.path.abspath(folder), "engines")
+            raise UserError(f"--env-id {task}: the engine does not start it: {error}") from None
 
 
 @functools.lru_cache(maxsize=1000)
-def words_of(instruction: str) -> tuple[int, ...]:
-    """Numbers of an instruction's words, at most WORDS: hashes, as in Sample Factory, so that no list is needed."""
-    words = instruction.split()[:WORDS]
-    return tuple(int(hashlib.md5(word.encode()).hexdigest(), 16) % (VOCABULARY - 1) + 1 for word in words)
+def words_of(instruction: str):
+    """int64 [WORDS], the numbers of an instruction's words: hashes, as in Sample Factory, so that no list is needed."""
+    numbers = np.zeros(WORDS, np.int64)
+    for i, word in enumerate(instruction.split()[:WORDS]):
+        numbers[i] = int(hashlib.md5(word.encode()).hexdigest(), 16) % (VOCABULARY - 1) + 1
+    return numbers
 
 
 @functools.cache
-def prepare_process(engines: Path) -> Path:
-    """Makes this process's own folder below `engines`, and returns it: it is deleted when the process has ended, in
-    whatever way. What engines print to descriptor 1 goes to a file from now on; Python keeps the terminal."""
-    engines.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f"{os.getpid()}_", dir=engines)
-    # A killed process deletes nothing, and neither does one whose engine ended it. So a shell does it, when nobody
-    # holds the other end of its pipe any more, which this process never closes.
-    reader, _ = os.pipe()
-    subprocess.Popen(["sh", "-c", 'read -r _; rm -rf "$0"', folder], stdin=reader, stdout=subprocess.DEVNULL,
-                     stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-    os.close(reader)
+def silence_engines():
+    """What engines and their scripts print to descriptor 1 is lost from now on; Python keeps the terminal."""
     sys.stdout.flush()
-    sys.stdout = open(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    file = os.open(engines / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.close(file)
-    return Path(folder)
+    sys.stdout = open(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def next_seed(played: Path, rng: np.random.Generator) -> int:
-    """0, 1, 2, ...: how many seeds this experiment has played of a level, over all its processes and sessions. So every
-    run plays the same maps, and finds those that another one has compiled. played: a file of a byte for each."""
-    try:
-        with open(played, "ab", buffering=0) as file:
-            file.write(b".")  # at the end, in one operation: afterwards this process knows where its own byte is
-            return file.tell() - 1
-    except OSError:  # the disk is full: go on without
-        return int(rng.integers(2**31 - 1))
+def engines_folder(args: Args) -> Path:
+    """Where engines have folders of their own. `train` removes what an earlier run has left there."""
+    return Path(args.train_dir, args.experiment or "", "engines").resolve()
 
 
 class LevelCache:
@@ -408,124 +376,106 @@ class LevelCache:
     def __init__(self, folder: Path):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.began = self.seconds = 0.0  # when the engine began to compile a map, and how long it has compiled
 
     def fetch(self, key: str, pk3_path: str) -> bool:
-        found = False
         with contextlib.suppress(Exception):  # it is not there, or whatever a damaged file raises: compile
             shutil.copyfile(self.folder / f"{key}.pk3", pk3_path)
             with zipfile.ZipFile(pk3_path) as file:
-                found = file.testzip() is None
-        self.began = time.perf_counter()
-        return found
+                return file.testzip() is None
+        return False
 
-    def write(self, key: str, pk3_path: str) -> None:
-        self.seconds += time.perf_counter() - self.began
-        temporary = self.folder / f"{key}.{os.uname().nodename}.{os.getpid()}.tmp"
+    def write(self, key: str, pk3_path: str):
+        temporary = self.folder / f"{os.uname().nodename}_{os.getpid()}.tmp"
         try:  # under another name first: a map is whole or absent
-            if shutil.disk_usage(self.folder).free < DISK_RESERVE:
-                raise OSError("the rest is for checkpoints")
             shutil.copyfile(pk3_path, temporary)
             os.replace(temporary, self.folder / f"{key}.pk3")
-        except OSError:
-            gym.logger.warn("a map was not saved in %s: is the disk full? The run goes on without", self.folder)
+        except OSError as error:
+            gym.logger.warn(f"a map was not saved in {self.folder} ({error}); the run goes on without")
             temporary.unlink(missing_ok=True)
 
 
 class LabEnv(gym.Env):
-    """One environment. Observation: a Dict of `obs`, the image, uint8 [72, 96, 3]; `words`, int64 [16], the numbers of
-    the instruction's words, 0 where there is none; `task`, int64, the task's number, which the policy does not see; and
-    if asked for `last_action_reward`, float32 [actions + 1], one-hot and the reward before --reward-scale and its clip.
+    """One environment. Observation: `obs`, the image, uint8 [72, 96, 3]; `words`, int64 [16], the numbers of the
+    instruction's words, 0 where there is none; `task`, int64 [], the task's number, which the policy does not see.
+    `info["raw_reward"]` is the engine's reward, before clip and scale: scores are sums of it."""
 
-    In every step's info: `raw_reward`, the engine's reward, of which scores are sums; and `compile_seconds`, how long
-    the engine compiled maps, in the first step with the reset before it.
-    """
-
-    def __init__(self, args: Args, place: int):
+    def __init__(self, args: Args, place: int, render_mode=None):
         """place: among the environments of a split. The first `reset` says the row of the first one of them, in
         options["first_row"], and so which task this one plays."""
-        self.args, self.place, self.lab, self.rng = args, place, None, np.random.default_rng()
-        self.metadata = dict(render_modes=["rgb_array"], render_fps=TICKS_PER_SECOND / args.frameskip)
+        self.args = args
+        self.place = place
+        self.render_mode = render_mode
+        self.lab = None
+        self.metadata = dict(render_modes=["rgb_array"], render_fps=60 / args.frameskip)
         self.actions = np.array(EXTENDED_ACTIONS if args.extended_action_set else ACTIONS, np.intc)
-        spaces = dict(
+        self.observation_space = gym.spaces.Dict(
             obs=gym.spaces.Box(0, 255, IMAGE, np.uint8),
             words=gym.spaces.Box(0, VOCABULARY - 1, (WORDS,), np.int64),
             task=gym.spaces.Box(0, len(tasks_of(args)) - 1, (), np.int64),
         )
-        if args.last_action_reward:
-            spaces["last_action_reward"] = gym.spaces.Box(-np.inf, np.inf, (len(self.actions) + 1,), np.float32)
-        self.observation_space = gym.spaces.Dict(spaces)
-        self.action_space = gym.spaces.Discrete(len(self.actions))
+        self.action_space = gym.spaces.MultiDiscrete([len(self.actions)])
 
-    def start(self, first_row: int = 0) -> None:
+    def start(self, first_row: int):
         """Makes the engine; not earlier, since `spaces_of` needs none, and the row is known at the first reset only."""
-        args, tasks = self.args, tasks_of(self.args)
+        silence_engines()
+        tasks = tasks_of(self.args)
         self.number = (first_row + self.place) % len(tasks)
-        self.name = tasks[self.number]
-        self.task = task_of(self.name)
-        folder = prepare_process(engines_folder(args))
-        played = Path(args.train_dir, args.experiment, "played") if args.experiment else folder
-        played.mkdir(parents=True, exist_ok=True)
-        self.played = played / self.name.replace("/", "_")
-        self.cache = LevelCache(cache_folder(args))
-        self.lab = make_lab(args, self.name, level_cache=self.cache, temp_folder=tempfile.mkdtemp(dir=folder))
+        self.task = task_of(self.args, tasks[self.number])
+        engines = engines_folder(self.args)
+        engines.mkdir(parents=True, exist_ok=True)
+        self.folder = tempfile.mkdtemp(dir=engines)  # the engine does not remove it
+        cache = LevelCache(Path(self.args.level_cache or Path(self.args.train_dir, "level_cache")))
+        self.lab = make_lab(self.args, tasks[self.number], level_cache=cache, temp_folder=self.folder)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
         if self.lab is None:
             self.start((options or {}).get("first_row", 0))
-        if seed is not None:
-            self.rng = np.random.default_rng(seed)
-        if self.task.generated and not self.args.test_levels:
-            chosen = next_seed(self.played, self.rng)
-        else:  # an evaluation can be repeated: it asks for the same maps again
-            chosen = int(self.rng.integers(2**31 - 1))
-        self.lab.reset(seed=chosen)
-        self.frames, self.last = 0, np.zeros(len(self.actions) + 1, np.float32)
+        generated = self.task.generated and not self.args.test_levels
+        seeds = self.args.num_maps if generated else 2**31 - 1
+        self.lab.reset(seed=int(self.np_random.integers(seeds)))
+        self.frames = 0
         return self.observation(), {}
 
-    def observation(self) -> dict:
+    def observation(self):
         """At an episode's end the engine shows nothing: image and words stay as they were."""
         if self.lab.is_running():
             state = self.lab.observations()
-            words = words_of(state["INSTR"])
-            self.image, self.words = state["RGB_INTERLEAVED"], np.zeros(WORDS, np.int64)
-            self.words[: len(words)] = words
-        parts = dict(obs=self.image, words=self.words, task=np.array(self.number))
-        return parts | (dict(last_action_reward=self.last) if self.args.last_action_reward else {})
+            self.image = state["RGB_INTERLEAVED"]
+            self.words = words_of(state["INSTR"])
+        return dict(obs=self.image, words=self.words, task=np.array(self.number))
 
-    def step(self, action):
-        raw_reward = self.lab.step(self.actions[action], num_steps=self.args.frameskip)
+    def step(self, action: np.ndarray):
+        raw_reward = self.lab.step(self.actions[action[0]], num_steps=self.args.frameskip)
         self.frames += self.args.frameskip
+        over = not self.lab.is_running()
+        in_time = self.frames < self.task.frames  # the engine does not say why it is over
         # IMPALA's reward: optimistic asymmetric clipping (Espeholt et al. 2018, figure D.1)
-        reward = 5 * np.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3)
-        self.last = np.zeros(len(self.actions) + 1, np.float32)
-        self.last[[action, -1]] = 1.0, reward
-        over, in_time = not self.lab.is_running(), self.frames < self.task.frames  # the engine does not say why
-        info = dict(raw_reward=raw_reward, compile_seconds=self.cache.seconds)
-        self.cache.seconds = 0.0
-        return self.observation(), reward, over and in_time, over and not in_time, info
+        reward = 5 * np.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3) * self.args.reward_scale
+        reward = np.clip(reward, -self.args.reward_clip, self.args.reward_clip)
+        return self.observation(), reward, over and in_time, over and not in_time, {"raw_reward": raw_reward}
 
-    def render(self) -> np.ndarray:
+    def render(self):
         """The engine's picture, uint8 [72, 96, 3]."""
         return self.image
 
-    def close(self) -> None:
-        if self.lab is not None:
+    def close(self):
+        if self.lab:
             self.lab.close()
             self.lab = None
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
-    """The environments of one split of a worker. Edit this function to train on something else.
+def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
+    """The environments of one split of a worker; options are for LabEnv. Edit this function to train on something
+    else.
 
-    What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, and take
-    Discrete or MultiDiscrete actions. `Agent` sees uint8 images [height, width, channels], at least 36 x 36, and float
-    vectors, in a Dict. In every step's `info` there may be `raw_reward`, a float that scores
-    are sums of; `game_over`, a bool: False where an episode ends and the game goes on, as after a lost life; and what
-    else EPISODE names. Actors cannot start processes of multiprocessing (AsyncVectorEnv). ENV_SHARED_MEMORY is what
-    each takes of /dev/shm. `Agent` needs `words` and `task` here (see LabEnv).
-    """
-    envs = [functools.partial(LabEnv, args, place) for place in range(num_envs)]
+    What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
+    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36, and
+    of `words` and `task` as LabEnv has them: one image more is one key more, and no other edit. Scores are sums of
+    `raw_reward` in every step's `info`, where it is given, else of rewards. Actors cannot start processes of
+    multiprocessing (AsyncVectorEnv)."""
+    envs = [functools.partial(LabEnv, args, place, **options) for place in range(num_envs)]
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
 
 
@@ -536,329 +486,216 @@ class Spaces(NamedTuple):
     heads: tuple[int, ...]  # number of actions of each independent head
 
 
-def by_name(observation) -> dict:
-    """An observation, or its space, as a dict: what is no dict becomes {"obs": it}."""
-    return dict(observation) if isinstance(observation, (dict, gym.spaces.Dict)) else dict(obs=observation)
-
-
 def spaces_of(args: Args) -> Spaces:
     """The spaces of what `make_envs` returns. Raises UserError where the pipeline does not support them."""
-    with contextlib.closing(make_envs(args, 1)) as envs:  # starts no engine
-        obs, action = by_name(envs.single_observation_space), envs.single_action_space
+    with contextlib.closing(make_envs(args, 1)) as envs:
+        obs = envs.single_observation_space
+        action = envs.single_action_space
         mode = envs.metadata.get("autoreset_mode")
-    if isinstance(envs, gym.vector.AsyncVectorEnv):
-        raise UserError("make_envs must not return an AsyncVectorEnv: actors cannot start processes")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    if isinstance(action, gym.spaces.Discrete) and action.start == 0:
-        heads = (int(action.n),)
-    elif isinstance(action, gym.spaces.MultiDiscrete) and action.nvec.ndim == 1 and not action.start.any():
-        heads = tuple(action.nvec.tolist())
-    else:
-        heads = ()
-    if not heads or not obs or not all(isinstance(space, gym.spaces.Box) for space in obs.values()):
-        raise UserError(f"unsupported spaces, {obs} and {action}: observations are a Box or a Dict of them, actions "
-                        "Discrete or MultiDiscrete of one dimension, from 0 on")  # fmt: skip
-    return Spaces(obs, heads)
-
-
-# === Mailbox and rollouts =============================================================================================
-
-
-# What is summed over each episode, and reported as the mean over the last 100: the environment's own reward, the
-# reward as it is trained on, and 1 a step. A name of your own, added here, is summed over the environment's info[name].
-EPISODE = ("episodic_return", "episodic_return_trained", "episodic_length", "compile_seconds")
-
-
-def room_for(spaces: Spaces, *shape: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Observations of zeros, by name [*shape, ...]: fractions are float32, whole numbers as in the space."""
-    room = {}
-    for name, space in spaces.obs.items():
-        dtype = torch.float32 if space.dtype.kind == "f" else getattr(torch, space.dtype.name)
-        room[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
-    return room
-
-
-class Mailbox:
-    """The only memory that actors share with the main process. Row r = worker * num_envs_per_worker + environment.
-
-    Between its request and its reply a group's rows belong to the inference thread, otherwise to its actor: no locks.
-    """
-
-    def __init__(self, spaces: Spaces, rows: int):
-        # written by the actor, between a reply and its next request
-        self.obs = room_for(spaces, rows)  # the current observation
-        self.reward = torch.zeros(rows)  # of the action before it, after scale and clip
-        self.terminated = torch.zeros(rows, dtype=torch.bool)  # that action ended the episode for good
-        self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
-        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now (a length of 0: none did)
-        # written by inference, between a request and its reply
-        self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-
-    def arrays(self) -> SimpleNamespace:
-        """The same memory as NumPy arrays, whose indexing is much cheaper than torch's."""
-        arrays = {name: field.numpy() for name, field in vars(self).items() if name != "obs"}
-        return SimpleNamespace(obs={name: part.numpy() for name, part in self.obs.items()}, **arrays)
-
-
-class Rollouts:
-    """Memory of the learning process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
-    device. Flags, rewards and versions stay on the host, where the learner finds resets and valid samples without
-    asking the device. Rewards, values and log-probabilities start as NaN: were a slot read before it is written, the
-    loss would say so.
-
-    A slot is FILLING from when its row takes it until its rollout is complete, then FULL (both in `Inference.serve`).
-    `Learner.collect` makes it LEARNING, `Learner.iterate` releases it, and `Inference.serve` finds it FREE.
-    """
-
-    def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1: with the observation that the last value is bootstrapped from
-        self.obs = room_for(spaces, T + 1, slots, device=device)
-        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
-        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
-        self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
-        self.rnn_state = torch.zeros((slots, state_size), device=device)  # at obs[0], before `first[0]` zeroes it
-        # on the host
-        self.first = np.zeros((T + 1, slots), bool)
-        self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
-        self.terminated = np.zeros((T, slots), bool)
-        self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
-
-
-def slots_needed(args: Args) -> int:
-    """With `sync` the slots of one iteration, one for every row: none is FREE before the update has been published.
-    That is all that `sync` is; what else it changes are defaults and checks in `resolve`.
-
-    Without it a slot for every row to fill, one iteration LEARNING, and `max_batches_ahead` FULL. These are never too
-    few: when all groups wait for slots and the learner for an iteration, none is FILLING or LEARNING and less than an
-    iteration is FULL, so there is a FREE slot for every row."""
-    iteration = args.num_batches_per_epoch * args.batch_size // args.rollout
-    if args.sync:
-        return iteration
-    return args.num_workers * args.num_envs_per_worker + (1 + args.max_batches_ahead) * iteration
-
-
-def fields_of(memory: Mailbox | Rollouts) -> list:
-    """All tensors and arrays of the memory."""
-    return [*memory.obs.values(), *(field for name, field in vars(memory).items() if name != "obs")]
-
-
-def mebibytes(memory: Mailbox | Rollouts) -> float:
-    return sum(field.nbytes for field in fields_of(memory)) / 2**20
+    if not isinstance(obs, gym.spaces.Dict) or not isinstance(action, gym.spaces.MultiDiscrete):
+        raise UserError(f"unsupported spaces, {obs} and {action}: they must be a Dict and MultiDiscrete")
+    return Spaces(dict(obs), tuple(action.nvec.tolist()))
 
 
 # === Agent ============================================================================================================
 
 
-def moments(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """x [N, ...] -> N, and the mean and the variance over N [...]."""
-    n = len(x)
-    mean = x.sum(0) / n
-    return n, mean, (x - mean).square_().sum(0) / n
+def moments(x):
+    """x [N, ...] -> N, and the mean and the variance over N [...]"""
+    mean = x.mean(0)
+    return len(x), mean, (x - mean).square_().mean(0)  # x.var(0) takes four times as long
 
 
 class Normalizer(nn.Module):
-    """Running mean and variance of every element of an input, in float32; clips to +-5, as Sample Factory 2 does."""
+    """Running mean and variance of every element of an input; clips to +-5, as Sample Factory 2 does."""
 
-    def __init__(self, shape: tuple[int, ...], unit: float, dtype: torch.dtype = torch.float32):
-        """dtype: of a normalised image; in the encoder's own type it need not be cast again. Floats stay float32."""
+    def __init__(self, shape: tuple[int, ...], unit: float, dtype=torch.float32):
+        """dtype: of what `forward` returns; in the encoder's own type an image need not be cast again."""
         super().__init__()
-        self.unit, self.dtype = unit, dtype
+        self.unit = unit
+        self.dtype = dtype
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("var", torch.ones(shape))
-        # normalised = x * scale + shift, one multiply-add per element; until the first update that is x / unit
+        # normalised = x * scale + shift, one multiply-add for each element; until the first update that is x / unit
         self.register_buffer("scale", torch.full(shape, 1 / unit))
         self.register_buffer("shift", torch.zeros(shape))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype.is_floating_point:
-            return torch.addcmul(self.shift, x, self.scale).clamp_(-5, 5)
+    def forward(self, x):
         out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
-        # On a CPU in pieces that stay in the cache: 14 ms instead of 22 ms for 1056 images.
-        chunk = 16 if x.device.type == "cpu" else len(x)
-        for part, to in zip(x.split(chunk), out.split(chunk)):
-            part = part.float()
-            to.copy_(torch.addcmul(self.shift, part, self.scale, out=part).clamp_(-5, 5))
+        pieces = 16 if x.device.type == "cpu" else len(x)  # on a CPU in pieces that stay in the cache
+        for part, to in zip(x.split(pieces), out.split(pieces)):
+            to.copy_(torch.addcmul(self.shift, part.float(), self.scale).clamp_(-5, 5))
         return out
 
     @torch.no_grad()
-    def update(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        """x [N, *shape], of which bool valid [N] count; merges two sets of statistics (Chan, Golub and LeVeque 1979).
+    def update(self, x, valid):
+        """x [..., *shape], of which bool valid [...] count; merges two sets of statistics (Chan, Golub, LeVeque 1979).
         Raises FloatingPointError, and changes nothing, where statistics would not be finite."""
-        n, mean, var = moments(x[valid].float() / self.unit)  # waits for the device, as `Learner.step` has just done
+        n, mean, var = moments(x[valid] / self.unit)
         if n == 0:
             return
         total = self.count + n
         delta = mean - self.mean
-        var = (self.var * self.count + var * n + delta**2 * (self.count * n / total)) / total
-        if not var.isfinite().all():
+        squares = self.var * self.count + var * n + delta**2 * (self.count * n / total)
+        if not squares.isfinite().all():
             raise FloatingPointError("an observation is not finite, or its square is not")
         self.mean.add_(delta * (n / total))
-        self.var.copy_(var)
+        self.var.copy_(squares / total)
         self.count.copy_(total)
         std = (self.var + 1e-5).sqrt()
         self.scale.copy_(1 / (self.unit * std))
         self.shift.copy_(-self.mean / std)
 
 
-def init_layer(layer: nn.Module) -> nn.Module:
+def init_layer(layer):
     """Orthogonal weights with gain 1, biases 0: Sample Factory's initialisation, of the heads too."""
     nn.init.orthogonal_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-class Residual(nn.Module):
-    def __init__(self, channels: int):
-        super().__init__()
-        self.block = nn.Sequential(
-            nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1),
-            nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1),
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.block(x)
-
-
 class PopArt(nn.Module):
-    """A value head in units of its own (van Hasselt et al. 2016; with V-trace Hessel et al. 2019). `linear` predicts
-    (value - mean) / std, with the running mean and standard deviation of the V-trace targets. When these move, `linear`
-    is rescaled so that no value changes. Each task has an output of `linear` and statistics."""
-
-    START = 1_000  # as if so many samples of mean 0 and deviation 1 came first: the real first ones are much alike
-    MEMORY = 100_000  # samples that the statistics remember: then older ones fade, as returns grow
+    """A value head for each task in units of its own (van Hasselt et al. 2016; with V-trace Hessel et al. 2019).
+    `linear` predicts (value - mean) / std, with the running mean and standard deviation of each task's V-trace targets.
+    When these move, `linear` is rescaled so that no value changes."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.linear = linear
-        for name, value in dict(count=self.START, mean=0, var=1, std=1).items():
-            self.register_buffer(name, torch.full((linear.out_features,), float(value)))
+        tasks = linear.out_features
+        # a prior of 1000 samples N(0, 1): the first returns hardly vary, their std is near 0
+        self.register_buffer("count", torch.full((tasks,), 1000.0))
+        self.register_buffer("mean", torch.zeros(tasks))
+        self.register_buffer("var", torch.ones(tasks))
+        self.register_buffer("std", torch.ones(tasks))
 
-    def forward(self, x: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, task):
         """x [..., features], task int64 [...] -> values in the reward's units [...]"""
         values = self.linear(x) * self.std + self.mean  # of every task
         return values.gather(-1, task.unsqueeze(-1)).squeeze(-1)
 
     @torch.no_grad()
-    def update(self, targets: torch.Tensor, task: torch.Tensor, mask: torch.Tensor) -> None:
-        """targets [...] in the reward's units, of tasks int64 [...], of which bool mask [...] count; merges two sets of
-        statistics as Normalizer.update does. A task without a sample keeps its own."""
-        targets, mine = targets[mask].unsqueeze(-1), F.one_hot(task[mask], len(self.mean))  # [N, 1], [N, tasks]
-        samples, part, _ = moments(mine)  # how many there are, and each task's part of them
+    def update(self, targets, task, valid):
+        """targets [...] in the reward's units, of tasks int64 [...], of which bool valid [...] count; merges two sets
+        of statistics as `Normalizer.update` does. A task without a sample keeps its own."""
+        mine = nn.functional.one_hot(task[valid], len(self.mean)).float()  # [N, tasks]
+        samples, share, _ = moments(mine)  # how many there are, and each task's share of them
         if samples == 0:
             return
-        n, part = (samples * part).round(), part.clamp(min=1 / samples)
-        mean = moments(targets * mine)[1] / part
-        var = moments((targets - mean).square() * mine)[1] / part
+        n = (samples * share).round()
+        share = share.clamp(min=1 / samples)
+        targets = targets[valid].unsqueeze(-1)
+        mean = moments(targets * mine)[1] / share
+        var = moments((targets - mean).square() * mine)[1] / share
         total = self.count + n
-        share, delta = n / total, mean - self.mean
-        self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
-        old_mean, old_std = self.mean.clone(), self.std.clone()
-        self.mean.add_(share * delta)
+        delta = mean - self.mean
+        squares = self.var * self.count + var * n + delta**2 * (self.count * n / total)
+        old_mean = self.mean.clone()
+        old_std = self.std.clone()
+        self.mean.add_(delta * (n / total))
+        self.var.copy_(squares / total)
         self.std.copy_(self.var.sqrt().clamp(min=0.01))
+        self.count.copy_(total.clamp(max=100_000))  # from then on older samples fade, as returns grow
         self.linear.weight.mul_((old_std / self.std).unsqueeze(-1))
         self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
-        self.count.copy_(total.clamp(max=self.MEMORY))
 
 
-class ImageEncoder(nn.Module):
-    """IMPALA's (Espeholt et al. 2018, figure 3). `impala`: three stages of a convolution, a pool and two residual
-    blocks with 16, 32, 32 channels, which start as PyTorch's do; `convnet`: convolutions 16/8/4 and 32/4/2 (channels,
-    kernel, stride). Then a layer of `hidden_size`. ReLU."""
+class FlattenInMemory(nn.Flatten):
+    """[N, channels, height, width] in channels_last memory -> [N, features]: a view, where nn.Flatten copies."""
 
-    def __init__(self, space: gym.spaces.Box, args: Args):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1))
+
+
+class Residual(nn.Module):
+    """Two convolutions, added to what came in (Espeholt et al. 2018, figure 3)."""
+
+    def __init__(self, channels: int):
         super().__init__()
-        height, width, channels = space.shape
-        if args.encoder == "impala":
-            layers, before = [], channels
-            for now in (16, 32, 32):
-                layers += [nn.Conv2d(before, now, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
-                layers += [Residual(now), Residual(now)]
-                before = now
-            layers.append(nn.ReLU())
-        else:
-            layers = [
-                init_layer(nn.Conv2d(channels, 16, 8, 4)), nn.ReLU(inplace=True),
-                init_layer(nn.Conv2d(16, 32, 4, 2)), nn.ReLU(inplace=True),
-            ]  # fmt: skip
-        self.conv = nn.Sequential(*layers)
-        with torch.no_grad():
-            size = self.conv(torch.zeros(1, channels, height, width)).numel()
-        self.fc = init_layer(nn.Linear(size, args.hidden_size))
+        self.block = nn.Sequential(
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, height, width, channels] -> [N, hidden_size]"""
-        x = self.conv(x.permute(0, 3, 1, 2))
-        # flatten in the order of memory (height, width, channel): a view instead of a copy
-        return F.relu(self.fc(x.permute(0, 2, 3, 1).flatten(1)), inplace=True)
+    def forward(self, x):
+        return x + self.block(x)
+
+
+def impala_convolutions(channels):
+    """Three stages of a convolution, a pool and two residual blocks with 16, 32, 32 channels (Espeholt et al. 2018,
+    figure 3). Weights as PyTorch's."""
+    layers = []
+    for to in (16, 32, 32):
+        layers += [nn.Conv2d(channels, to, 3, padding=1), nn.MaxPool2d(3, 2, padding=1), Residual(to), Residual(to)]
+        channels = to
+    return nn.Sequential(*layers, nn.ReLU())
+
+
+def plain_convolutions(channels):
+    """Channels, kernel, stride: 16/8/4, 32/4/2 (Espeholt et al. 2018, figure 3)."""
+    return nn.Sequential(
+        init_layer(nn.Conv2d(channels, 16, 8, 4)),
+        nn.ReLU(inplace=True),
+        init_layer(nn.Conv2d(16, 32, 4, 2)),
+        nn.ReLU(inplace=True),
+    )
+
+
+def image_encoder(space, args: Args):
+    """[N, channels, height, width] -> [N, hidden_size]: `encoder`'s convolutions and a layer, ReLU."""
+    height, width, channels = space.shape
+    convolutions = dict(impala=impala_convolutions, convnet=plain_convolutions)[args.encoder](channels)
+    conv = nn.Sequential(convolutions, FlattenInMemory())
+    features = conv(torch.zeros(1, channels, height, width)).shape[1]
+    return nn.Sequential(conv, init_layer(nn.Linear(features, args.hidden_size)), nn.ReLU(inplace=True))
 
 
 class Agent(nn.Module):
-    """An `ImageEncoder` for each image and two layers of 128 for all vectors, joined by what an LSTM of 64 makes of the
-    instruction's words (embeddings of 20), and by the last action and reward as they are; then a recurrent core, then
-    logits and one value for each task.
+    """Convolutions for each image, joined by what an LSTM of 64 makes of the instruction's words (embeddings of 20);
+    then a recurrent core, if asked for, then logits and a value for each task.
 
-    All images and vectors that the environment's space and observation have are inputs. A network of your own has these
-    two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each row; 0 for none), `critic` (a
-    PopArt), `reduced` (modules whose weights act in bfloat16), `forward` and `update_normalizers`; each parameter has a
-    gradient, buffers are updated in place, and nothing depends on `train()`. Flags of this network: normalize_input,
-    encoder, last_action_reward, rnn_type, hidden_size, precision.
-
-    To forbid actions, set their logits to -inf in `forward`, by a mask among the observations (`obs[NAME] == 0`). Each
-    head must keep one action, also at an episode's last observation.
-    """
+    A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
+    row; 0 for none), `critic` (a PopArt), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and
+    `forward`, which changes nothing. To forbid actions, give `masked_fill(obs["NAME"] == 0, -torch.inf)` of the logits;
+    each head must keep an action, at an episode's last observation, too. Flags of this network: precision, encoder,
+    rnn_type, hidden_size."""
 
     def __init__(self, spaces: Spaces, args: Args):
-        """Raises UserError for observations that it cannot see."""
         super().__init__()
-        self.heads, self.rnn_type = spaces.heads, args.rnn_type
-        last = spaces.obs.get("last_action_reward")
-        if not {"words", "task"} <= spaces.obs.keys():
-            raise UserError(f"this network needs `words` and a number `task`, too; not only {spaces.obs}")
-        self.normalizers, self.images, self.vectors = nn.ModuleDict(), nn.ModuleDict(), []
-        vector_size = 0
+        self.heads = spaces.heads
+        self.normalizers = nn.ModuleDict()
+        self.images = nn.ModuleDict()
         for name, space in spaces.obs.items():
-            if name in ("words", "task", "last_action_reward"):
-                continue
-            image = space.dtype == np.uint8
-            if image and len(space.shape) == 3 and min(space.shape[:2]) >= 36:
-                self.images[name] = ImageEncoder(space, args)
-            elif not image and len(space.shape) == 1:
-                self.vectors.append(name)
-                vector_size += space.shape[0]
-            else:
-                raise UserError("this network sees images, uint8 [height, width, channels] of at least 36 x 36, and "
-                                f"vectors of other types; not {name}: {space}")  # fmt: skip
-            if image or args.normalize_input:
-                dtype = torch.bfloat16 if image and args.precision == "bfloat16" else torch.float32
-                self.normalizers[name] = Normalizer(space.shape, 255.0 if image else 1.0, dtype)
-        core_input = len(self.images) * args.hidden_size
-        if self.vectors:
-            self.vector_fc = nn.Sequential(
-                init_layer(nn.Linear(vector_size, 128)), nn.ELU(inplace=True),
-                init_layer(nn.Linear(128, 128)), nn.ELU(inplace=True),
-            )  # fmt: skip
-            core_input += 128
+            if space.dtype == np.uint8:
+                self.normalizers[name] = Normalizer(space.shape, unit=255.0, dtype=getattr(torch, args.precision))
+                self.images[name] = image_encoder(space, args)
         self.embedding = nn.Embedding(VOCABULARY, 20, padding_idx=0)
         self.reader = nn.LSTM(20, 64, batch_first=True)
-        core_input += 64 + (last.shape[0] if last else 0)
-        self.state_size = {"gru": 1, "lstm": 2, "none": 0}[args.rnn_type] * args.hidden_size
+        features = len(self.images) * args.hidden_size + 64
+        self.core = None
+        self.state_size = 0
         if args.rnn_type != "none":
-            self.core = (nn.GRU if args.rnn_type == "gru" else nn.LSTM)(core_input, args.hidden_size)
-        head_input = args.hidden_size if args.rnn_type != "none" else core_input
-        self.critic = PopArt(init_layer(nn.Linear(head_input, len(tasks_of(args)))))
-        self.actor = init_layer(nn.Linear(head_input, sum(spaces.heads)))
+            core = nn.GRU if args.rnn_type == "gru" else nn.LSTM
+            self.core = core(features, args.hidden_size)
+            features = args.hidden_size
+            self.state_size = features * (1 if args.rnn_type == "gru" else 2)
+        self.critic = PopArt(init_layer(nn.Linear(features, len(tasks_of(args)))))
+        self.policy = init_layer(nn.Linear(features, sum(spaces.heads)))
         # What computes in bfloat16, by autocast, in learning and acting alike: pi/mu must be 1 at lag 0. Not the core
         # on CUDA, where autocast takes float16 for recurrent layers.
         self.reduced = []
         if args.precision == "bfloat16":
             self.reduced.append(self.images)
-            if args.rnn_type != "none" and not args.device.startswith("cuda"):
+            if self.core is not None and args.device == "cpu":
                 self.reduced.append(self.core)
         self.to(memory_format=torch.channels_last)  # as images come: height, width, channel
 
-    def read(self, words: torch.Tensor) -> torch.Tensor:
+    def read(self, words):
         """words int64 [N, WORDS], 0 after the last -> float32 [N, 64], the LSTM's output at the last word. Most steps
         have the instruction of the step before: every one is read once."""
         texts, index = torch.unique(words, dim=0, return_inverse=True)
@@ -866,91 +703,89 @@ class Agent(nn.Module):
         outputs, _ = self.reader(self.embedding(texts))
         return outputs[torch.arange(len(texts), device=words.device), last][index]
 
-    def autocast(self, module: nn.Module):
+    def autocast(self, module):
         """Context in which one of the `reduced` modules computes in bfloat16, and any other as usual."""
-        return torch.autocast(self.actor.weight.device.type, torch.bfloat16, enabled=module in self.reduced)
+        return torch.autocast(self.policy.weight.device.type, torch.bfloat16, enabled=module in self.reduced)
 
-    def encode(self, obs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def encode(self, obs):
         """obs by name [N, ...], as in the space -> float32 [N, features]"""
         instruction = self.read(obs["words"])  # first: `unique` waits for the device, while little is queued
-        obs = {name: self.normalizers[name](x) if name in self.normalizers else x for name, x in obs.items()}
         with self.autocast(self.images):
-            features = [encoder(obs[name]).float() for name, encoder in self.images.items()]
-        if self.vectors:
-            features.append(self.vector_fc(torch.cat([obs[name].float() for name in self.vectors], dim=-1)))
-        last = [obs["last_action_reward"]] if "last_action_reward" in obs else []
-        return torch.cat([*features, instruction, *last], dim=-1)
+            images = [
+                encoder(self.normalizers[name](obs[name]).permute(0, 3, 1, 2)) for name, encoder in self.images.items()
+            ]
+        return torch.cat([*(image.float() for image in images), instruction], dim=-1)
 
-    def forward(self, obs, first, state, restarts=None):
-        """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; restarts: 0 and the
-        times at which `first` is set in any row, in order (None: they are looked for). The recurrent core runs once for
-        each stretch between them; where one begins, the state of the rows with `first` is zeroed.
-        Returns logits [T, B, sum(heads)], values [T, B], state."""
+    def forward(self, obs, first, state):
+        """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; where `first` is
+        set it is zeroed. Returns logits [T, B, sum(heads)], values [T, B], state."""
         T, B = first.shape
         x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
-        if restarts is None:
-            restarts = [0] + [t for t in range(1, T) if first[t].any()]
-        if self.rnn_type != "none":
-            outputs = []
-            lengths = [end - start for start, end in zip(restarts, [*restarts[1:], T])]
+        if self.core is not None:
             with self.autocast(self.core):
-                for start, stretch in zip(restarts, x.split(lengths)):  # one call per stretch in which nothing restarts
-                    state = torch.where(first[start].unsqueeze(-1), 0.0, state)
-                    hidden = state.unsqueeze(0)
-                    if self.rnn_type == "lstm":
-                        output, hidden = self.core(stretch, tuple(part.contiguous() for part in hidden.chunk(2, -1)))
-                        hidden = torch.cat(hidden, -1)
-                    else:
-                        output, hidden = self.core(stretch, hidden)
-                    state = hidden.squeeze(0).float()
-                    outputs.append(output)
-            x = torch.cat(outputs).float()
-        return self.actor(x), self.critic(x, obs["task"]), state
+                x, state = self.recur(x, first, state)
+        return self.policy(x), self.critic(x, obs["task"]), state
 
-    def update_normalizers(self, obs: dict[str, torch.Tensor], valid: torch.Tensor) -> None:
-        """obs by name [N, ...], of which bool valid [N] count"""
-        for name, normalizer in self.normalizers.items():
-            normalizer.update(obs[name], valid)
-
-
-def sample_actions(logits: torch.Tensor, heads: tuple[int, ...], deterministic: bool = False):
-    """logits [N, sum(heads)] -> actions int64 [N, heads], their joint log-probability [N]."""
-    actions, logprob = [], 0.0
-    for head in logits.split(heads, dim=-1):
-        logp = head.log_softmax(-1)
-        # argmax p/e with e ~ Exp(1) is a draw from p; unlike torch.multinomial it never makes the host wait.
-        scores = logp if deterministic else logp.exp() / torch.empty_like(logp).exponential_()
-        action = scores.argmax(-1, keepdim=True)
-        actions.append(action)
-        logprob = logprob + logp.gather(-1, action).squeeze(-1)
-    return torch.cat(actions, -1), logprob
+    def recur(self, x, first, state):
+        """x [T, B, features] -> the core's outputs float32 [T, B, hidden_size], state. One call of the core for each
+        stretch of time in which no row has `first`: many steps in one call are much faster than one at a time."""
+        starts = [0]
+        if len(first) > 1:  # of a batch: waits for the device
+            starts += (first[1:].any(1).nonzero().flatten() + 1).tolist()
+        outputs = []
+        for start, stretch in zip(starts, x.split(np.diff([*starts, len(x)]).tolist())):
+            state = torch.where(first[start].unsqueeze(-1), 0.0, state).unsqueeze(0)
+            if isinstance(self.core, nn.LSTM):
+                output, parts = self.core(stretch, tuple(part.contiguous() for part in state.chunk(2, -1)))
+                state = torch.cat(parts, -1)
+            else:
+                output, state = self.core(stretch, state)
+            state = state.squeeze(0).float()
+            outputs.append(output)
+        return torch.cat(outputs).float(), state
 
 
-def evaluate_actions(logits: torch.Tensor, actions: torch.Tensor, heads: tuple[int, ...]):
-    """logits [..., sum(heads)], actions [..., heads] -> joint log-probability, entropy and symmetric KL to the uniform
-    policy, [...] each, summed over the independent heads. An action whose logit is -inf is left out."""
-    logprob = entropy = symmetric_kl = 0.0
-    for h, head in enumerate(logits.split(heads, dim=-1)):
-        logp = head.log_softmax(-1)
-        logprob = logprob + logp.gather(-1, actions[..., h : h + 1]).squeeze(-1)
-        possible = head > -torch.inf
-        probability, logp = logp.exp(), torch.where(possible, logp, 0.0)
-        head_entropy = -(probability * logp).sum(-1)
-        entropy = entropy + head_entropy
-        # (KL(p|u) + KL(u|p)) / 2 with KL(p|u) = log n - H(p) and KL(u|p) = -log n - mean log p
-        symmetric_kl = symmetric_kl + 0.5 * (-head_entropy - logp.sum(-1) / possible.sum(-1))
-    return logprob, entropy, symmetric_kl
+def distributions(logits, heads):
+    """logits [..., sum(heads)] -> of each independent head, the log-probabilities [..., n] of its n actions. One whose
+    logit is -inf is never taken. (torch's Categorical takes eight times as long.)"""
+    return [part.log_softmax(-1) for part in logits.split(heads, dim=-1)]
+
+
+def draw(choices):
+    """Of log-probabilities [..., n] of each head: actions int64 [..., heads]. argmax p/e with e ~ Exp(1) is a draw from
+    p. Unlike torch.multinomial it never makes the host wait for CUDA."""
+    actions = [(choice.exp() / torch.empty_like(choice).exponential_()).argmax(-1) for choice in choices]
+    return torch.stack(actions, dim=-1)
+
+
+def log_prob(choices, actions):
+    """Of log-probabilities [..., n] of each head, and actions [..., heads]: their joint log-probability [...]."""
+    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, dim=-1))]
+    return torch.cat(chosen, dim=-1).sum(-1)
+
+
+def entropy_of(choice):
+    """Log-probabilities [..., n] -> [...]. Of an action that is never taken, 0: not 0 * -inf."""
+    return -(choice.exp() * choice.clamp(min=torch.finfo(choice.dtype).min)).sum(-1)
+
+
+def symmetric_kl(choice):
+    """Log-probabilities [..., n] -> (KL(p|u) + KL(u|p)) / 2 [...], u uniform over the actions that are possible:
+    KL(p|u) = log n - H(p), KL(u|p) = -log n - mean log p."""
+    possible = choice > -torch.inf
+    mean_logprob = torch.where(possible, choice, 0.0).sum(-1) / possible.sum(-1)
+    return -(entropy_of(choice) + mean_logprob) / 2
 
 
 # === V-trace and the loss =============================================================================================
 
 
 @torch.no_grad()
-def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: float, lam: float):
+def vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam):
     """V-trace targets and advantages (Espeholt et al. 2018, IMPALA, section 4.1; lambda: their remark 2).
 
-    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where it terminated) float32 [T, B], valid bool [T, B]
-    (False cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
+    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where it terminated) float32 [T, B], valid of 0 and 1 [T, B]
+    (0 cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
     Returns vs [T+1, B] (vs[T] = V[T]) and advantages [T, B].
 
         rho[t] = min(ratio[t], rho_bar), c[t] = lam min(ratio[t], c_bar), both 0 where not valid
@@ -958,398 +793,467 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar: float, c_bar: flo
         A[t]  = r[t] + discount[t] (lam vs[t+1] + (1 - lam) V[t+1]) - V[t]
 
     The advantage carries no rho: the PPO surrogate multiplies by the ratio itself. On-policy it is GAE(lam); with
-    lam = 1 it is IMPALA's advantage.
-    """
+    lam = 1 it is IMPALA's advantage."""
     rho = ratios.clamp(max=rho_bar) * valid
     c = lam * ratios.clamp(max=c_bar) * valid
-    trace = discounts * c
-    corrections = rho * (rewards + discounts * values[1:] - values[:-1])
-    steps, traces = corrections.unbind(), trace.unbind()  # views: indexing tensors in the loop costs more than its sums
-    for t in reversed(range(len(steps) - 1)):
-        steps[t].addcmul_(traces[t], steps[t + 1])  # in place: from here on it is vs[t] - V[t]
-    vs = torch.cat([values[:-1] + corrections, values[-1:]])
-    advantages = rewards + discounts * (lam * vs[1:] + (1 - lam) * values[1:]) - values[:-1]
+    deltas = rho * (rewards + discounts * values[1:] - values[:-1])
+    decays = discounts * c
+    corrections = [torch.zeros_like(values[-1])]  # vs[t] - V[t], the last t first
+    for delta, decay in zip(deltas.flip(0), decays.flip(0)):
+        corrections.append(torch.addcmul(delta, decay, corrections[-1]))
+    vs = values + torch.stack(corrections).flip(0)
+    next_values = lam * vs[1:] + (1 - lam) * values[1:]
+    advantages = rewards + discounts * next_values - values[:-1]
     return vs, advantages
 
 
-class Batch(NamedTuple):
-    """The rollouts of one optimiser step, on the learner's device, [time, rollout, ...]."""
-
-    obs: dict[str, torch.Tensor]  # by name [T+1, B, ...]
-    first: torch.Tensor  # bool [T+1, B]
-    rnn_state: torch.Tensor  # float32 [B, state_size]
-    actions: torch.Tensor  # int64 [T, B, heads]
-    logprobs: torch.Tensor  # float32 [T, B]
-    values: torch.Tensor  # float32 [T, B]
-    rewards: torch.Tensor  # float32 [T, B]
-    terminated: torch.Tensor  # bool [T, B]
-    mask: torch.Tensor  # bool [T, B]: valid and younger than max_policy_lag: what the losses average over
-    restarts: list[int]  # see Agent.forward; on the host
+def masked_mean(x, mask):
+    """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples that have a 1; 0 where none has."""
+    return (x * mask).sum((-2, -1)) / mask.sum().clamp(min=1)
 
 
-def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples that have a 1 (NaN: none has)."""
-    return (x * mask).sum((-2, -1)) / mask.sum()
-
-
-def appo_loss(args: Args, agent: Agent, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped losses with V-trace's targets over the samples in `batch.mask`. Returns the loss, the targets
-    float32 [T, B], and metrics, on the device.
+def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
+    """PPO's clipped losses with V-trace's targets over the valid samples of a batch that are young enough. It has the
+    fields of Rollouts, [time, rollout, ...], and `lags`, int64 [T, B]. Returns the loss, the targets float32 [T, B],
+    and metrics, on the device.
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
-    of acting is one more field of `Rollouts` and `Batch`, written in `Inference.act` and copied in `Learner.gather`."""
-    logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state, batch.restarts)
-    logprobs, entropy, symmetric_kl = evaluate_actions(logits[:-1], batch.actions, agent.heads)
+    of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also a
+    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (of a step's outcome to t - 1, as
+    the reward)."""
+    valid = (~batch.first[1:]).float()
+    used = valid * (batch.lags < args.max_policy_lag)
+    logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
+    choices = distributions(logits[:-1], agent.heads)
+    logprobs = log_prob(choices, batch.actions)
+    entropy = sum(map(entropy_of, choices))
+    divergence = sum(map(symmetric_kl, choices))
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
-    vs, advantages = vtrace(ratio.detach(), values.detach(), batch.rewards, discounts, ~batch.first[1:],
-                            args.vtrace_rho, args.vtrace_c, args.vtrace_lambda)  # fmt: skip
+    vs, advantages = vtrace(
+        ratio.detach(),
+        values.detach(),
+        batch.rewards,
+        discounts,
+        valid,
+        args.vtrace_rho,
+        args.vtrace_c,
+        args.vtrace_lambda,
+    )
+    targets = vs[:-1]
+    values = values[:-1]
 
-    unit = agent.critic.std[batch.obs["task"][:-1]]
+    mean = functools.partial(masked_mean, mask=used)
+    task = batch.obs["task"][:-1]
+    unit = agent.critic.std[task]
     advantages = advantages / unit  # so that no task drowns the others; as in the value loss
-    mean = functools.partial(masked_mean, mask=batch.mask.float())  # converted once: bool x float is slow
     advantages = advantages - mean(advantages)
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_losses = -torch.min(ratio * advantages, clipped * advantages)
-
-    target, old, reach = vs[:-1], batch.values, args.ppo_clip_value * unit
-    value_error = (values[:-1] - target).square()
-    clipped_error = (old + (values[:-1] - old).clamp(-reach, reach) - target).square()
-    value_losses = torch.max(value_error, clipped_error) / unit.square()
-
-    if args.exploration_loss == "entropy":
-        exploration = -entropy
-    else:  # off while its mean is above 30, as in Sample Factory
-        exploration = symmetric_kl * (mean(symmetric_kl.detach()) < 30.0)
-    loss = mean(policy_losses + args.vf_coef * value_losses + args.ent_coef * exploration)
+    reach = args.ppo_clip_value * unit
+    near = batch.values + (values - batch.values).clamp(-reach, reach)
+    value_losses = torch.max((values - targets).square(), (near - targets).square()) / unit.square()
+    loss = mean(policy_losses + args.vf_coef * value_losses + args.ent_coef * divergence.clamp(max=30))
 
     with torch.no_grad():
-        center = agent.critic.mean[batch.obs["task"][:-1]]
-        z = (target - center) / unit  # else the tasks' different means would count as explained
-        spread = (z - mean(z)).square()
+        z = (targets - agent.critic.mean[task]) / unit  # else the tasks' different means would count as explained
+        variance = mean((z - mean(z)).square())
         samples = {
             "losses/policy_loss": policy_losses,
             "losses/value_loss": value_losses,
             "losses/entropy": entropy,
             "losses/approx_kl": log_ratio.exp() - 1 - log_ratio,  # http://joschu.net/blog/kl-approx.html
-            "losses/old_approx_kl": -log_ratio,  # CleanRL's name for the plain estimate
             "losses/clipfrac": (ratio != clipped).float(),
-            "losses/value": values[:-1],
+            "losses/explained_variance": 1 - ((values - targets) / unit).square() / variance.clamp(min=1e-8),
             "vtrace/rho_mean": ratio.clamp(max=args.vtrace_rho),
             "vtrace/rho_clipfrac": (ratio > args.vtrace_rho).float(),
         }
-        stacked = torch.stack([*samples.values(), value_error / unit.square(), spread])
-        *means, error, variance = mean(stacked)
-        metrics = dict(zip(samples, means))
-        metrics["losses/explained_variance"] = 1 - error / variance.clamp(min=1e-8)
-    return loss, target, metrics
+        metrics = dict(zip(samples, mean(torch.stack(list(samples.values())))))
+    return loss, targets, metrics
+
+
+# === Mailbox and rollouts =============================================================================================
+
+
+def num_rows(args: Args) -> int:
+    return max(1, args.num_workers) * args.num_envs_per_worker
+
+
+def rows_per_group(args: Args) -> int:
+    """Raises UserError."""
+    splits = args.worker_num_splits
+    if args.num_envs_per_worker % splits:
+        raise UserError(
+            f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by --worker-num-splits {splits}"
+        )
+    return args.num_envs_per_worker // splits
+
+
+def slice_of(args: Args, i: int) -> slice:
+    """The rows of group i, or the slots of block i: a block has as many slots as a group has rows."""
+    n = rows_per_group(args)
+    return slice(i * n, i * n + n)
+
+
+def blocks_per_iteration(args: Args) -> int:
+    if args.sync:
+        return num_rows(args) // rows_per_group(args)
+    samples = args.num_batches_per_epoch * args.batch_size
+    return max(1, round(samples / (rows_per_group(args) * args.rollout)))
+
+
+def num_blocks(args: Args) -> int:
+    """One for each group to fill, while those of one iteration are LEARNING and of `max_batches_ahead` FULL. No
+    deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
+    --sync has one for each group: none is FREE until the iteration's last step is made. That is all that --sync is."""
+    groups = num_rows(args) // rows_per_group(args)
+    return groups + (0 if args.sync else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
+
+
+def zeros_for(spaces: Spaces, *shape, device="cpu"):
+    """Observations of zeros, by name [*shape, ...]"""
+    zeros = {}
+    for name, space in spaces.obs.items():
+        dtype = getattr(torch, space.dtype.name)
+        zeros[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
+    return zeros
+
+
+def of_each(function, fields):
+    """The same dict, with function(field) in the place of each field, also in the dicts in it."""
+    if isinstance(fields, dict):
+        return {name: of_each(function, field) for name, field in fields.items()}
+    return function(fields)
+
+
+class Mailbox:
+    """The only memory that actors share with the main process. The rows of a group lie together.
+
+    Between request and reply a group's rows belong to the inference thread, otherwise to its actor: no locks."""
+
+    def __init__(self, spaces: Spaces, rows: int):
+        # written by the actor, between a reply and its next request
+        self.obs = zeros_for(spaces, rows)  # the current observation
+        self.reward = torch.zeros(rows)  # of the action before it
+        self.terminated = torch.zeros(rows, dtype=torch.bool)  # the action before it ended the episode for good
+        self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
+        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
+        # written by inference, between a request and its reply
+        self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
+
+    def numpy(self) -> SimpleNamespace:
+        """The same memory, now shared, as NumPy arrays, whose indexing is much cheaper than torch's."""
+        return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy(), vars(self)))
+
+
+class Rollouts:
+    """Memory of the main process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
+    device. Flags, rewards and versions are arrays of the host, where the learner finds valid samples without asking the
+    device. `Learner.gather` copies every field, of either kind. Rewards and log-probabilities start as NaN: were a slot
+    read before it is written, the loss would say so.
+
+    A block of slots is FILLING from when its group gets it until the rollouts are complete, then FULL (both in
+    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
+    makes it FREE."""
+
+    def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
+        # on the device; T + 1: with the observation that the last value is bootstrapped from
+        self.obs = zeros_for(spaces, T + 1, slots, device=device)
+        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
+        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
+        self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
+        self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # at obs[0], before `first[0]` zeroes it
+        # on the host
+        self.first = np.zeros((T + 1, slots), bool)
+        self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
+        self.terminated = np.zeros((T, slots), bool)
+        self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
 
 
 # === Actor ============================================================================================================
 
 
 class WorkerEnvs:
-    """The environments of one worker. `reset` and `step` write a split's rows of the mailbox; from then on the rows
-    belong to the caller, until it has filled in the actions and calls `step` for that split again."""
+    """The environments of one split of a worker. `reset` and `step` write the group's rows of the mailbox; from then on
+    the rows belong to the caller, until it has filled in the actions and calls `step` again."""
 
-    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
-        """mailbox: its arrays."""
-        random.seed(seed)  # else forked actors would all draw the same numbers from these generators
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        S = args.worker_num_splits
-        n = args.num_envs_per_worker // S
-        self.args, self.mailbox, self.seed, self.n = args, mailbox, seed, n
-        self.splits = [make_envs(args, n) for _ in range(S)]
-        starts = range(worker * args.num_envs_per_worker, (worker + 1) * args.num_envs_per_worker, n)
-        self.rows = [slice(start, start + n) for start in starts]
-        self.ended = np.zeros((S, n), bool)  # the last step ended an episode: the next one only resets
-        self.totals = np.zeros((S, n, len(EPISODE)))  # of the episodes under way
+    def __init__(self, args: Args, group: int, mailbox: SimpleNamespace, seed: int):
+        """mailbox: its arrays. Environment i is seeded with seed + i."""
+        n = rows_per_group(args)
+        self.mailbox = mailbox
+        self.rows = slice_of(args, group)
+        self.seed = seed
+        self.envs = make_envs(args, n)
+        self.over = np.zeros(n, bool)  # the last step ended an episode: the next one only resets
+        self.sums = np.zeros((n, len(EPISODE)))  # of the episodes under way
 
-    def reset(self, split: int) -> None:
-        """Starts the split's environments."""
-        r, mailbox = self.rows[split], self.mailbox
-        options = dict(first_row=r.start)  # which says what tasks its environments play
-        self.write(r, self.splits[split].reset(seed=self.seed + split * self.n, options=options)[0])
-        mailbox.first[r], mailbox.terminated[r], mailbox.reward[r], mailbox.episode[r] = True, False, 0.0, 0.0
+    def reset(self):
+        first_row = self.rows.start  # which says what tasks its environments play
+        observation, _ = self.envs.reset(seed=self.seed, options=dict(first_row=first_row))
+        self.write(observation, reward=0.0, terminated=False, first=True, episode=0.0)
 
-    def step(self, split: int) -> None:
-        r, envs, mailbox, totals = self.rows[split], self.splits[split], self.mailbox, self.totals[split]
-        first = self.ended[split].copy()
-        action = mailbox.action[r].reshape(envs.action_space.shape).copy()  # the environment may keep it
-        observation, reward, terminated, truncated, info = envs.step(action)
-        self.write(r, observation)
-        raw_reward = info.get("raw_reward", reward)
-        if raw_reward.dtype.kind != "f":  # Gymnasium gives all environments' values the type of the first
-            raise TypeError(f"raw_reward must be a float, not {raw_reward.dtype}")
+    def step(self):
+        action = self.mailbox.action[self.rows].copy()  # the environment may keep it
+        observation, reward, terminated, truncated, info = self.envs.step(action)
         if not np.isfinite(reward).all():
             raise ValueError(f"a reward is not finite: {reward}")
-        reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
-        mailbox.reward[r], mailbox.terminated[r], mailbox.first[r] = reward, terminated, first
-        self.ended[split] = terminated | truncated
-        own = [info.get(name, np.zeros(self.n)) for name in EPISODE[3:]]
-        totals += np.stack([raw_reward, reward, np.ones(self.n), *own], axis=-1) * ~first[:, None]
-        over = np.asarray(info.get("game_over", self.ended[split]), bool)  # not where a lost life ended it
-        mailbox.episode[r] = totals * over[:, None]
-        totals[over] = 0
+        first = self.over
+        self.over = terminated | truncated
+        zeros = np.zeros(len(first))
+        own_sums = [info.get(name, zeros) for name in OWN_SUMS]
+        self.sums += np.stack([info.get("raw_reward", reward), zeros + 1, *own_sums], axis=-1)
+        self.sums[first] = 0  # what only resets does not count
+        episode = self.sums * self.over[:, None]
+        self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
 
-    def write(self, r: slice, observation) -> None:
-        for name, part in by_name(observation).items():
-            self.mailbox.obs[name][r] = part
-
-    def close(self) -> None:
-        for envs in self.splits:
-            envs.close()
+    def write(self, observation, **flags):
+        for name, part in observation.items():
+            self.mailbox.obs[name][self.rows] = part
+        for name, value in flags.items():
+            getattr(self.mailbox, name)[self.rows] = value
 
 
-DIED = b"\xff"  # instead of a split's number: the traceback of a dying actor follows
-
-
-def read_splits(pipe) -> bytes:
-    """Waits for bytes on one end of an actor's pipe, each the number of a split; none when the other end is closed."""
+def answer(pipe):
+    """Waits until the actions of one of an actor's splits are written: its number. None: the run has ended."""
     try:
-        return os.read(pipe.fileno(), 4096)
-    except ConnectionResetError:  # closed with a byte of ours unread
-        return b""
+        return pipe.recv()
+    except (EOFError, ConnectionError):
+        return None
 
 
-def write_splits(pipe, splits: bytes) -> None:
-    with contextlib.suppress(OSError):  # the other end is closed, as the next read will say
-        os.write(pipe.fileno(), splits)
+def timer(args: Args, turns):
+    """The kernel ends this actor after `turns` times `actor_timeout`; 0: never."""
+    if args.num_workers:
+        signal.setitimer(signal.ITIMER_REAL, turns * args.actor_timeout)
 
 
-def actor(core: int | None, args: Args, worker: int, seed: int, mailbox: Mailbox, pipe) -> None:
-    """An actor. A byte that it writes to its pipe says that the rows of that split are written. A byte that it reads
-    says that the split's actions are written. The end of the pipe is the end of the run, or of the main process. If it
-    dies of an exception, it sends the traceback. Where a library crashed, or hung until the timer ran out, it writes to
-    stderr."""
-    seconds = 0.0  # no timer
-    if args.num_workers:  # else it is a thread of the main process, which may be in a debugger
-        if args.actor_timeout:
-            seconds = args.actor_timeout + worker / 10  # actors that hang together: one stack after another
-        faulthandler.enable()
-        faulthandler.register(signal.SIGALRM, chain=True)  # chain: after that the signal kills, as always
-        os.set_inheritable(pipe.fileno(), False)  # a program that an environment starts would keep it open
-        if core is not None:
-            os.sched_setaffinity(0, {core})  # the engine's own threads inherit it
+def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
+    """Body of an actor. It sends the number of a split when its rows are written, and receives one when the actions
+    are. A string says what went wrong. The end of the pipe is the end of the other side, however it died."""
+    if args.num_workers:  # else it is a thread of the main process
+        os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
+        for number in SIGNALS:
+            signal.signal(
+                number, lambda *_: None
+            )  # a job's SIGTERM comes to all. SIG_IGN would be inherited by programs
+        if args.set_workers_cpu_affinity:
+            cores = sorted(os.sched_getaffinity(0))
+            if len(cores) == num_cores():  # else there is a quota, and other containers would pin to the same cores
+                os.sched_setaffinity(0, {cores[worker % len(cores)]})  # compilers, too
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         torch.set_num_threads(1)
-    timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
-    with contextlib.closing(pipe):
-        try:
-            timer(seconds * args.num_envs_per_worker)
-            envs = WorkerEnvs(args, worker, mailbox.arrays(), seed)
+        seed_generators(seed)
+        gym.logger.min_level = gym.logger.ERROR  # the main process has shown its warnings
+        faulthandler.register(signal.SIGALRM, chain=True)  # the timer shows where it hangs, and ends it
+    try:
+        with contextlib.ExitStack() as stack:
+            timer(args, args.num_envs_per_worker)
+            splits = []
             for split in range(args.worker_num_splits):
-                timer(seconds * envs.n)
-                envs.reset(split)
-                timer(0)
-                write_splits(pipe, bytes([split]))  # from here on its rows belong to inference, until a reply names it
-            while splits := read_splits(pipe):
-                for split in splits:
-                    timer(seconds * envs.n)
-                    envs.step(split)
-                    timer(0)  # waiting for actions is no hang
-                    write_splits(pipe, bytes([split]))
-            timer(seconds)
-            envs.close()
-        except BaseException:  # sys.exit() in an environment, too
-            write_splits(pipe, DIED + traceback.format_exc().encode(errors="replace"))
-            sys.exit(1)
+                group = worker * args.worker_num_splits + split
+                splits.append(WorkerEnvs(args, group, mailbox.numpy(), seed + split * rows_per_group(args)))
+                stack.callback(splits[split].envs.close)
+                splits[split].reset()
+                pipe.send(split)
+            timer(args, 0)  # waiting for actions is no hang
+            while (split := answer(pipe)) is not None:
+                timer(args, rows_per_group(args))
+                splits[split].step()
+                timer(args, 0)
+                pipe.send(split)
+            timer(args, 1)
+    except BaseException as error:  # sys.exit() in an environment, too
+        text = str(error) if isinstance(error, UserError) else traceback.format_exc().strip()
+        with contextlib.suppress(ConnectionError):  # the run has ended
+            pipe.send(text)
+    finally:
+        pipe.close()
+        if args.num_workers:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os.killpg(0, signal.SIGKILL)  # itself, and the programs that environments have started and not ended
 
 
 # === Inference ========================================================================================================
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Marks this point of the calling thread's CUDA stream. On a CPU nothing is ever under way."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+def wait_for(device):
+    """Waits until all that this thread has asked of the device, in its stream, is done. (On a CPU it always is.)"""
+    module = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    event.synchronize()
 
 
-def wait_event(event: torch.cuda.Event | None) -> None:
-    """Makes the calling thread's CUDA stream (not the thread) wait until the mark was passed."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
-
-
-def own_stream(device: torch.device, threads: int, priority: int = 0):
-    """Sets a thread's number of CPU threads; returns a context with a CUDA stream of its own (priority -1 is high)."""
-    torch.get_num_threads()  # else a thread's first operation takes over the number that another thread set last
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        return torch.cuda.stream(torch.cuda.Stream(device, priority))
-    return contextlib.nullcontext()
-
-
-class ActingPolicy:
-    """Two copies of the policy: inference uses the current one, the learner overwrites the spare one, then they swap. A
-    copy's lock lets one thread at a time launch work on it; on CUDA its event makes the next user's stream wait for
-    that work. So inference never sees half an update."""
-
-    def __init__(self, agent: Agent, device: torch.device):
-        self.device, self.learned = device, [*agent.parameters(), *agent.buffers()]  # updated in place
-        self.current, self.spare = self.frozen_copy(agent), self.frozen_copy(agent)
-
-    def frozen_copy(self, agent: Agent) -> SimpleNamespace:
-        frozen = copy.deepcopy(agent).requires_grad_(False)
-        for module in frozen.reduced:  # else autocast would cast the weights at each inference
-            module.bfloat16()
-        frozen.to(self.device)  # packs the core's weights for cuDNN
-        tensors = [*frozen.parameters(), *frozen.buffers()]
-        return SimpleNamespace(agent=frozen, tensors=tensors, version=0, lock=threading.Lock(), event=None)
-
-    @contextlib.contextmanager
-    def use(self, policy: SimpleNamespace):
-        with policy.lock:
-            wait_event(policy.event)
-            yield policy
-            policy.event = record_event(self.device)
-
-    @torch.no_grad()
-    def publish(self, version: int) -> None:
-        """The learner's weights and statistics, as they are now, act from the next inference on."""
-        with self.use(self.spare) as spare:  # waits for the last inference that still used it
-            torch._foreach_copy_(spare.tensors, self.learned)
-            spare.version = version
-        self.current, self.spare = spare, self.current
+def own_stream(device, priority=0):
+    """A context with a stream of this thread's own. Priority -1 is high: not to queue behind a backward pass."""
+    module = torch.get_device_module(device)
+    if device.index is not None:
+        module.set_device(device)  # of this thread
+    return module.stream(module.Stream(priority=priority))
 
 
 class Inference:
     """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
-    the memory and the queues between itself, the actors and the learner."""
+    the memory, the pipes and the queue between itself, the actors and the learner.
+
+    It acts with a copy of the learner's network. Acting with it and overwriting it both hold the lock until the device
+    is done: no action comes from half an update. Blocks, too, change hands only when the host has waited for
+    what it had asked to be done with them: there are no events between the two streams.
+
+    Where an actor dies, another takes its place. Its environments and the last transition of each of its rows are lost:
+    the row's next observation is a `first` one, which makes that transition invalid."""
 
     def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
-        self.args, self.device = args, device
-        rows, slots = max(1, args.num_workers) * args.num_envs_per_worker, slots_needed(args)
-        self.size = args.num_envs_per_worker // args.worker_num_splits  # rows in a group
-        self.mailbox = Mailbox(spaces, rows)
-        for field in fields_of(self.mailbox):
-            field.share_memory_()
-        self.arrays = self.mailbox.arrays()
-        self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, device)
-        self.acting = ActingPolicy(agent, device)
-        self.full, self.released = queue.SimpleQueue(), queue.SimpleQueue()  # (slots, event): to the learner, and back
-        self.bell = os.eventfd(0)  # wakes this thread when slots are free, or the run ends
-        self.free_slots = deque(range(slots))
-        groups = rows // self.size
-        self.t = [0] * groups  # steps so far in the group's FILLING slots, the same for all of its rows
-        self.filling: list[np.ndarray | None] = [None] * groups  # its slots; None: handed over, and no new ones yet
-        self.state = torch.zeros(rows, agent.state_size, device=device)
-        self.staged = room_for(spaces, rows, device=device)  # observations of the rows being served
-        if device.type == "cuda":  # pinned, so that copies to the device run beside the host
-            for source in self.mailbox.obs.values():
-                error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
-                torch.cuda.check_error(int(error))
-        # The last finished episodes, see EPISODE. Checkpoints keep them: the episodes that end first after a resume are
-        # short ones, whose mean could pass for a best return.
-        self.episodes: list[deque[list[float]]] = [deque(maxlen=100) for _ in tasks_of(args)]  # of each task
+        self.args = args
+        self.device = device
+        self.agent = copy.deepcopy(agent).requires_grad_(False)
+        for module in self.agent.reduced:  # else autocast would cast the weights at each inference
+            module.bfloat16()
+        self.agent.to(device)  # packs the core's weights for cuDNN
+        self.copied = [*self.agent.parameters(), *self.agent.buffers()]
+        self.learned = [*agent.parameters(), *agent.buffers()]  # the learner updates them in place
+        self.version = 0  # of the agent
+        self.lock = threading.Lock()  # of the agent
+        workers = max(1, args.num_workers)
+        groups = workers * args.worker_num_splits
+        blocks = [slice_of(args, i) for i in range(num_blocks(args))]
+        self.shared_mailbox = Mailbox(spaces, num_rows(args))
+        self.mailbox = self.shared_mailbox.numpy()  # the same memory
+        self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
+        self.state = torch.zeros(num_rows(args), agent.state_size, device=device)
+        self.filling = dict(enumerate(blocks[:groups]))  # by group; without an entry it waits for a FREE block
+        self.t = np.zeros(groups, int)  # steps so far in the group's FILLING block
+        self.free = deque(blocks[groups:])
+        self.full = queue.SimpleQueue()  # blocks to the learner
+        self.end = None  # what ends the run: an error, or KeyboardInterrupt
+        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; its end is the end of the thread
+        self.pipes, self.actor_ends = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
+        self.selector = selectors.DefaultSelector()
+        for pipe in (self.returned, *self.pipes):
+            self.selector.register(pipe, selectors.EVENT_READ)
+        self.asked = Counter()  # requests of each worker's actor
+        self.early_deaths = Counter()  # of each worker's actors, in a row
+        self.replace = None  # replace(worker, pipe, text), which `running` sets: another actor for one that has ended
+        self.requests = []  # groups that wait for actions, the oldest first: their rows are this thread's
+        self.episodes = [deque(maxlen=100) for _ in tasks_of(args)]  # of each task the last finished ones, see EPISODE
         self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
-        self.stopping = False
 
-    def release(self, slots: np.ndarray) -> None:
-        """The learner gives slots back: LEARNING -> FREE, once the event, recorded after its last copy, has passed."""
-        self.released.put((slots, record_event(self.device)))
-        os.eventfd_write(self.bell, 1)
+    @torch.no_grad()
+    def publish(self, version: int):
+        """The learner's weights and statistics, as they are now, act from the next inference on."""
+        with self.lock:
+            torch._foreach_copy_(self.copied, self.learned)
+            self.version = version
+            wait_for(self.device)
 
-    def stop(self) -> None:
-        self.stopping = True
-        os.eventfd_write(self.bell, 1)
-
-    def unpin(self) -> None:
-        """Must come before the mailbox is freed: CUDA would take whatever lies there next for pinned memory."""
-        if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # the error that broke CUDA has been raised, and is shown
-                torch.cuda.synchronize(self.device)  # the last copies out of it may be under way
-            for source in self.mailbox.obs.values():
-                torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
-
-    def run(self, actors: "Actors") -> None:
-        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches. `actors`
-        (below the first reading) has the pipes: `requests` are the groups that wait, `reply` gives them their rows
-        back, `wait` waits for the next requests, or for the bell."""
+    def run(self):
+        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches."""
         try:
-            with own_stream(self.device, self.args.inference_threads, priority=-1):
-                while not self.stopping:
-                    actors.reply(self.serve(actors.requests))
-                    why = "blocked" if actors.requests else "idle"
+            with torch.inference_mode(), own_stream(self.device, priority=-1):
+                while not self.learner_end.closed:
+                    self.serve()
+                    waiting_for = "blocks" if self.requests else "requests"
                     start = time.perf_counter()
-                    actors.wait()
-                    self.counts[why] += time.perf_counter() - start
+                    events = self.selector.select()
+                    self.counts[waiting_for] += time.perf_counter() - start
+                    for key, _ in events:
+                        self.receive(key.fileobj)
+                wait_for(self.device)  # before the memory that it uses is let go of
         except BaseException as error:
-            self.full.put(error)  # the learner raises it
+            self.end_with(error)
 
-    @torch.inference_mode()
-    def serve(self, groups: list[int]) -> list[int]:
-        """Hands over the rollouts that are complete, and writes actions for all groups that have slots or get new ones;
-        returns these groups. The others wait: the caller tries them again when slots are free."""
-        filled = [group for group in groups if self.t[group] == self.args.rollout]
-        if filled:  # these rows are stored twice: here as obs[T] of the old slots, below as obs[0] of the new ones
-            self.store(filled)
-            event = record_event(self.device)
-            for group in filled:
-                self.full.put((self.filling[group], event))  # FILLING -> FULL
-                self.t[group], self.filling[group] = 0, None
-        while not self.released.empty():
-            slots, event = self.released.get()
-            wait_event(event)  # the learner's copy out of these slots
-            self.free_slots.extend(slots)
-        for group in groups:
-            if self.filling[group] is None and len(self.free_slots) >= self.size:  # FREE -> FILLING
-                self.filling[group] = np.array([self.free_slots.popleft() for _ in range(self.size)])
-        ready = [group for group in groups if self.filling[group] is not None]
+    def end_with(self, error):
+        """The learner raises it when it next takes blocks, whatever else is FULL."""
+        self.end = error
+        self.full.put(None)
+
+    def receive(self, pipe):
+        """Takes a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError."""
+        if pipe is self.returned:
+            with contextlib.suppress(EOFError):  # `learner_end` was closed
+                self.free.extend(pipe.recv())
+            return
+        worker = self.pipes.index(pipe)
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            message = ""  # it was killed, or crashed
+        if isinstance(message, int):
+            self.requests.append(worker * self.args.worker_num_splits + message)
+            self.asked[worker] += 1
+            return
+        self.selector.unregister(pipe)
+        pipe.close()
+        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
+        self.pipes[worker], actor_end = mp.Pipe()
+        self.selector.register(self.pipes[worker], selectors.EVENT_READ)
+        self.replace(worker, actor_end, message)
+
+    def serve(self):
+        """Hands over the blocks that are complete, and answers all groups that have a block or get a new one. The
+        others go on waiting, until a block is free."""
+        complete = [group for group in self.requests if self.t[group] == self.args.rollout]
+        if complete:  # their rows are stored twice: here as obs[T] of the old block, below as obs[0] of the new one
+            self.store(complete)
+            wait_for(self.device)  # the learner, whose stream is another, finds these blocks written
+            for group in complete:
+                self.full.put(self.filling.pop(group))  # FILLING -> FULL
+                self.t[group] = 0
+        for group in self.requests:
+            if group not in self.filling and self.free:  # FREE -> FILLING
+                self.filling[group] = self.free.popleft()
+                self.rollouts.rnn_state[0, self.filling[group]] = self.state[slice_of(self.args, group)]
+        ready = [group for group in self.requests if group in self.filling]
         if ready:
             self.act(ready)
-        return ready
+        self.requests = [group for group in self.requests if group not in ready]
+        for group in ready:
+            worker, split = divmod(group, self.args.worker_num_splits)
+            with contextlib.suppress(ConnectionError):  # it has died, as `receive` will find
+                self.pipes[worker].send(split)
 
     def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots. Returns their rows, times and slots on the
-        host, and on the device, there with `first`."""
-        n, arrays, rollouts = self.size, self.arrays, self.rollouts
-        rows = np.concatenate([np.arange(group * n, group * n + n) for group in groups])
-        t = np.repeat([self.t[group] for group in groups], n)
-        slots = np.concatenate([self.filling[group] for group in groups])
-        first = arrays.first[rows]
-        rollouts.first[t, slots] = first
-        later = t > 0  # at t = 0 reward and flag belong to the slot before, where they are already
-        before = (t[later] - 1, slots[later])  # index of the action that they followed
-        rollouts.rewards[before] = arrays.reward[rows[later]]
-        rollouts.terminated[before] = arrays.terminated[rows[later]]
-        index = torch.from_numpy(np.stack([rows, t, slots, first])).to(self.device, non_blocking=True)
-        for name, source in self.mailbox.obs.items():
-            staged, field = self.staged[name], rollouts.obs[name]
-            for i, group in enumerate(groups):
-                staged[i * n : i * n + n].copy_(source[group * n : group * n + n], non_blocking=True)
-            if self.device.type == "cpu":  # through NumPy: 25 times faster for big rows
-                field.numpy()[t, slots] = staged.numpy()[: len(rows)]
-            else:
-                field[index[1], index[2]] = staged[: len(rows)]
-        return (rows, t, slots), index.unbind()
-
-    def act(self, groups: list[int]) -> None:
-        (rows, t, slots), (d_rows, d_t, d_slots, d_first) = self.store(groups)
-        n, rollouts = len(rows), self.rollouts
-        with self.acting.use(self.acting.current) as policy:
-            obs = {name: staged[None, :n] for name, staged in self.staged.items()}
-            before = self.state[d_rows]
-            logits, values, self.state[d_rows] = policy.agent(obs, d_first[None].bool(), before)
-            actions, logprobs = sample_actions(logits[0], policy.agent.heads)
-            rollouts.actions[d_t, d_slots] = actions
-            rollouts.logprobs[d_t, d_slots] = logprobs
-            rollouts.values[d_t, d_slots] = values[0]
-            begun = np.flatnonzero(t == 0)
-            if len(begun):
-                d_begun = torch.from_numpy(begun).to(self.device, non_blocking=True)
-                rollouts.rnn_state[d_slots[d_begun]] = before[d_begun]
-            rollouts.versions[t, slots] = policy.version
-        # Waits for the device, so also for its copies out of the mailbox: only now may the actors have their rows back.
-        self.arrays.action[rows] = actions.cpu().numpy()
-        ended = rows[self.arrays.episode[rows, EPISODE.index("episodic_length")] > 0]
-        for row in ended:
-            self.episodes[self.arrays.obs["task"][row]].append(self.arrays.episode[row].tolist())
+        """Copies the mailbox rows of the groups to their times and slots."""
+        mailbox = self.mailbox
+        rollouts = self.rollouts
         for group in groups:
-            self.t[group] += 1
-        self.counts["rows"] += n
+            rows = slice_of(self.args, group)
+            slots = self.filling[group]
+            t = self.t[group]
+            for name, source in mailbox.obs.items():
+                rollouts.obs[name][t, slots].copy_(torch.from_numpy(source[rows]), non_blocking=True)
+            rollouts.first[t, slots] = mailbox.first[rows]
+            if t > 0:  # else they belong to the block before, where they are already
+                rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
+                rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
+
+    def act(self, groups: list[int]):
+        """Stores the rows of the groups, and chooses their next actions."""
+        self.store(groups)
+        rollouts = self.rollouts
+        places = [(self.t[group], self.filling[group]) for group in groups]
+        obs = {name: torch.cat([field[place] for place in places])[None] for name, field in rollouts.obs.items()}
+        rows = np.r_[*(slice_of(self.args, group) for group in groups)]
+        slots = np.r_[*(self.filling[group] for group in groups)]
+        t = self.t[groups].repeat(rows_per_group(self.args))
+        d_rows, d_t, d_slots = torch.from_numpy(np.stack([rows, t, slots])).to(self.device, non_blocking=True)
+        first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device, non_blocking=True)
+        with self.lock:
+            logits, values, self.state[d_rows] = self.agent(obs, first, self.state[d_rows])
+            choices = distributions(logits[0], self.agent.heads)
+            actions = draw(choices)
+            self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
+            rollouts.versions[t, slots] = self.version
+        rollouts.actions[d_t, d_slots] = actions
+        rollouts.logprobs[d_t, d_slots] = log_prob(choices, actions)
+        rollouts.values[d_t, d_slots] = values[0]
+        self.t[groups] += 1
+        for row in rows[self.mailbox.episode[rows].any(axis=1)]:
+            self.episodes[self.mailbox.obs["task"][row]].append(self.mailbox.episode[row].tolist())
+        self.counts["rows"] += len(rows)
         self.counts["forwards"] += 1
 
 
@@ -1357,724 +1261,466 @@ class Inference:
 
 
 class Learner:
-    """Takes the FULL slots of one iteration at a time, and improves the policy."""
+    """Takes the FULL blocks of one iteration at a time, and improves the policy."""
 
-    def __init__(self, args: Args, agent: Agent, inference: Inference, device: torch.device):
-        self.args, self.agent, self.inference, self.device = args, agent, inference, device
-        self.parameters = list(agent.parameters())
-        self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, eps=1e-6, fused=True)
-        self.full_slots: list[int] = []  # the oldest first
-        self.version = 0  # of the policy published last
-        self.global_step = 0  # valid transitions received
-        self.skipped = 0  # iterations, or steps of one, without a single usable sample
-        self.best_return = -float("inf")
-        self.deadline = np.inf  # when the time is up
+    def __init__(self, args: Args, agent: Agent, inference: Inference):
+        self.args = args
+        self.inference = inference
+        self.agent = agent
+        self.device = inference.device
+        self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        self.global_step = 0  # valid transitions learned from
+        self.best_return = -np.inf  # of best.pth
 
-    def load(self, checkpoint: dict) -> None:
-        """Loads all but the weights, which the agent has already."""
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.version, self.global_step = checkpoint["version"], checkpoint["global_step"]
-        self.best_return = checkpoint["best_return"]
-        for episodes, saved in zip(self.inference.episodes, checkpoint["episodes"]):
-            episodes.extend(episode for episode in saved if len(episode) == len(EPISODE))
-        self.inference.acting.publish(self.version)
+    def collect(self) -> list[slice]:
+        """Waits for the blocks of an iteration: FULL -> LEARNING. Raises what ends the run: an error of the inference
+        thread, or KeyboardInterrupt for a signal."""
+        start = time.perf_counter()
+        blocks = []
+        for _ in range(blocks_per_iteration(self.args)):
+            blocks.append(self.inference.full.get())
+            if self.inference.end:
+                raise self.inference.end
+        self.inference.counts["learner"] += time.perf_counter() - start
+        return blocks
 
-    def collect(self) -> np.ndarray | None:
-        """Waits for the slots of an iteration: FULL -> LEARNING. None when the time is up or the user stops the run
-        (STOP is below, beside what a signal does). Raises what has ended the inference thread."""
-        start, args = time.perf_counter(), self.args
-        count = args.num_batches_per_epoch * args.batch_size // args.rollout
-        while not STOP.asked_at and time.monotonic() < self.deadline:
-            if len(self.full_slots) >= count:
-                self.inference.counts["waited"] += time.perf_counter() - start
-                slots, self.full_slots = self.full_slots[:count], self.full_slots[count:]
-                return np.array(slots)
-            with contextlib.suppress(queue.Empty):
-                item = self.inference.full.get(timeout=0.5)
-                if isinstance(item, BaseException):
-                    raise item
-                slots, event = item
-                wait_event(event)  # inference's writes to these slots
-                self.full_slots.extend(slots)
-        return None
-
-    def learning_rate(self) -> float:
-        """The learning rate of the next iteration."""
-        left = max(0.0, 1 - self.global_step / self.args.total_timesteps) if self.args.anneal_lr else 1.0
-        return self.args.learning_rate * left
-
-    def iterate(self, slots: np.ndarray) -> dict[str, float]:
-        """Learns from the slots of an iteration, and publishes each policy that it makes. The slots stay LEARNING until
-        the last policy is published. Returns the metrics of the last step that had samples. Raises FloatingPointError
-        before a non-finite update is made: the weights are still good."""
-        args, rollouts, version = self.args, self.inference.rollouts, self.version
-        metrics = {}
+    def iterate(self, blocks: list[slice]):
+        """Learns from the blocks of an iteration. They stay LEARNING until its last step is made. Returns the metrics
+        of that step."""
+        args = self.args
+        rollouts = self.inference.rollouts
+        slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots]
-        steps, too_old, lag_sum, longest = self.count((version - rollouts.versions[:, slots])[valid])
-        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
-        self.global_step += steps
-        if too_old == steps:  # an iteration without a usable sample is no update
-            self.skipped += 1
-        else:
-            batches = []  # slots of each optimiser step
-            if version or not args.normalize_input:  # the first iteration only initialises the inputs' statistics
-                for _ in range(args.num_epochs):
-                    dealt = slots[torch.randperm(len(slots)).numpy()]
-                    batches += np.split(dealt, args.num_batches_per_epoch)
-            for i, batch in enumerate(batches):
-                if i > 0:
-                    self.publish()
-                last_epoch = i >= len(batches) - args.num_batches_per_epoch
-                metrics = self.update(self.gather(batch, version), last_epoch) or metrics
-            # New statistics change the policy too: they are published together with the last weights.
-            if args.normalize_input:
-                self.update_statistics(slots, valid)
-            self.publish()
-        self.inference.release(slots)  # with `sync` only now are there free ones: to be filled by the newest version
-        if metrics:
-            metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-            metrics["charts/learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        if steps:
-            metrics |= {"lag/mean": lag_sum / steps, "lag/max": longest, "lag/masked": too_old / steps}
-        return metrics
+        lags = (self.inference.version - rollouts.versions[:, slots])[valid]
+        remaining = 1 - self.global_step / args.total_timesteps if args.anneal_lr else 1.0
+        self.optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
+        for epoch in range(args.num_epochs):
+            dealt = slots[torch.randperm(len(slots)).numpy()]
+            for batch in np.array_split(dealt, num_batches):
+                metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
+        self.global_step += len(lags)
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
+        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` was for their copies
+        return metrics | {
+            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "lag/mean": lags.sum() / max(1, len(lags)),
+            "lag/max": lags.max(initial=0),
+            "lag/masked": (lags >= args.max_policy_lag).sum() / max(1, len(lags)),
+        }
 
-    def count(self, lags: np.ndarray) -> tuple[int, int, int, int]:
-        """lags of an iteration's valid samples -> how many, how many too old to be used; the sum and the longest."""
-        too_old = np.count_nonzero(lags >= self.args.max_policy_lag)
-        return len(lags), too_old, int(lags.sum()), int(lags.max(initial=0))
+    def gather(self, slots: np.ndarray) -> SimpleNamespace:
+        """A batch: copies of these slots of all fields of Rollouts, on the device."""
+        d_slots = torch.from_numpy(slots).to(self.device)
 
-    def gather(self, slots: np.ndarray, version: int) -> Batch:
-        """Copies slots out of the rollouts. version: the learner's when it took the slots; lags are counted from it."""
-        r, d_slots = self.inference.rollouts, torch.from_numpy(slots).to(self.device, non_blocking=True)
-        obs = {name: field.index_select(1, d_slots) for name, field in r.obs.items()}
-        on_device = {name: getattr(r, name).index_select(1, d_slots) for name in ("actions", "logprobs", "values")}
-        rnn_state = r.rnn_state.index_select(0, d_slots)
-        first, lag = r.first[:, slots], version - r.versions[:, slots]
-        restarts = [0, *(np.flatnonzero(first[1:].any(1)) + 1).tolist()]  # here without asking the device
-        mask = ~first[1:] & (lag < self.args.max_policy_lag)
-        host = dict(first=first, rewards=r.rewards[:, slots], terminated=r.terminated[:, slots], mask=mask)
-        moved = {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in host.items()}
-        return Batch(obs=obs, **on_device, **moved, rnn_state=rnn_state, restarts=restarts)
+        def take(field):
+            if isinstance(field, np.ndarray):
+                return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
+            return field.index_select(1, d_slots)
 
-    def update(self, batch: Batch, last_epoch: bool) -> dict[str, torch.Tensor]:
-        """One optimiser step. Returns its metrics; none where no sample could be used."""
-        loss, target, metrics = appo_loss(self.args, self.agent, batch)
-        grad_norm = self.step(loss, batch.mask)
-        if self.args.normalize_returns and last_epoch:  # every sample counts once
-            self.agent.critic.update(target, batch.obs["task"][:-1], batch.mask)
-        return {} if grad_norm is None else metrics | {"losses/grad_norm": grad_norm}
+        return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
 
-    def step(self, loss: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        """Descends the loss. Returns the norm of its gradient; None, and no step, where the mask of its samples was
-        empty (0/0). Raises FloatingPointError."""
+    def update(self, batch: SimpleNamespace, last_epoch: bool):
+        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError, and makes no step."""
+        batch.lags = self.inference.version - batch.versions
+        loss, targets, metrics = appo_loss(self.args, self.agent, batch)
         self.optimizer.zero_grad()
         loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm or torch.inf, foreach=True)
-        if torch.isfinite(loss + grad_norm):  # waits for the device: nothing broken is published or saved
+        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        # This check waits for the device: so nothing broken is published or saved, and inference does not wait at the
+        # lock for a backward pass.
+        if not torch.isfinite(loss + grad_norm):
+            raise FloatingPointError(
+                f"the loss ({loss.item()}) or its gradient is not finite: check observations and rewards, "
+                "or try a lower --learning-rate or --max-grad-norm"
+            )
+        begun = self.inference.version > 0  # the first batch only initialises the inputs' statistics
+        if last_epoch or not begun:  # every sample counts once
+            valid = ~batch.first[1:]
+            start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
+            for name, normalizer in self.agent.normalizers.items():
+                normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
+        if begun and grad_norm:  # it is 0 where no sample could be used
             self.optimizer.step()
-            return grad_norm
-        if mask.any():
-            raise FloatingPointError(f"the loss ({loss.item()}) or its gradient is not finite: check observations, or "
-                                     "try a lower --learning-rate or --max-grad-norm")  # fmt: skip
-        self.skipped += 1
-        return None
-
-    def update_statistics(self, slots: np.ndarray, valid: np.ndarray) -> None:
-        """The inputs' statistics, from a random quarter of the iteration's steps: neighbours hardly differ."""
-        times = torch.randperm(len(valid))[: max(1, len(valid) // 4)].tolist()
-        d_slots = torch.from_numpy(slots).to(self.device)
-        rollouts = self.inference.rollouts.obs.items()
-        obs = {name: torch.cat([field[t].index_select(0, d_slots) for t in times]) for name, field in rollouts}
-        self.agent.update_normalizers(obs, torch.from_numpy(valid[times].flatten()).to(self.device))
-
-    def publish(self) -> None:
-        self.version += 1
-        self.inference.acting.publish(self.version)
+        if last_epoch:
+            self.agent.critic.update(targets, batch.obs["task"][:-1], ~batch.first[1:])
+        self.inference.publish(self.inference.version + 1)
+        return metrics | {"losses/grad_norm": grad_norm}
 
 
-# A first reading ends here. What follows starts a run, keeps it alive and tidy, and reports what it does.
+# A first reading ends here.
 
 
-# === Actors and signals ===============================================================================================
+# === Run ==============================================================================================================
+
+# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, at which
+# the actors end. What leads there is
+# - the last step: the loop is over;
+# - Ctrl-C or SIGTERM: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second signal a
+#   second later ends the process at once; the actors find their pipes closed, as after kill -9);
+# - an actor that dies again and again, or an error in the inference thread: in the same way;
+# - an error in the learner: as it is.
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
+AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
+AT_LEAST |= dict(seed=0, gamma=0, max_grad_norm=0, num_maps=1)
+SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
+FIXED = ("env_id", "extended_action_set", "encoder", "rnn_type", "hidden_size")  # a resumed run has the same
 
 
-def start_forkserver() -> None:
-    """Starts the process that actors are forked from. It imports its modules beside this one, which saves a second."""
-    mp.get_context("forkserver").set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "deepmind_lab"])
-    # Blocked signals are inherited: what a terminal or a batch system sends to all is for the main process alone, from
-    # an actor's first moment on. A signal that comes meanwhile is ours when we unblock.
-    multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks the signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+def check(args: Args):
+    """Raises UserError."""
+    for name, least in AT_LEAST.items():
+        value = getattr(args, name)
+        if not value >= least:  # NaN is not, either
+            raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {least}")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # of several lines
+        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    tasks = len(tasks_of(args))
+    if num_rows(args) < tasks:
+        raise UserError(f"{tasks} tasks need {tasks} environments or more, one for each; there are {num_rows(args)}")
+    check_levels(args)
 
 
-class Actors:
-    """The actors: started, listened to, and replaced when they die. One thread at a time owns all of this: the main
-    thread while the environments start, then the inference thread, and the main thread again when they are to stop.
-
-    When an actor dies, its environments and the last transition of each of its rows are lost: the row's next
-    observation is a `first` one, which makes that transition invalid. Earlier steps in its FILLING slots are kept."""
-
-    SHORT_LIFE = 1000  # requests. A worker whose actors die sooner three times in a row ends the run
-
-    def __init__(self, args: Args, inference: "Inference", session: int, log):
-        """Another `session` number gives the environments other seeds."""
-        self.args, self.inference, self.session, self.log = args, inference, session, log
-        self.context = mp.get_context("forkserver")  # fork is unsafe beside threads and CUDA; spawn costs 100 MB each
-        self.selector, self.started, self.deaths = selectors.DefaultSelector(), False, 0
-        self.traceback = b""  # the last one shown
-        self.selector.register(inference.bell, selectors.EVENT_READ)
-        self.requests: list[int] = []  # groups that wait for actions, the oldest first: their rows are inference's
-        # of each worker: its actor, our end of its pipe, how often this actor has asked, how many died early in a row
-        self.workers = max(1, args.num_workers)
-        self.actors, self.pipes = [None] * self.workers, [None] * self.workers
-        self.requested, self.short_lives = [0] * self.workers, [0] * self.workers
-
-    def start_all(self) -> None:
-        """Returns when every environment has been started, or the user stops the run. Raises UserError."""
-        for worker in range(self.workers):
-            self.start(worker)
-        total, n = len(self.inference.mailbox.first), self.inference.size
-        with tqdm(total=total, desc="starting environments", disable=None) as bar:
-            while len(self.requests) * n < total and not STOP.asked_at:
-                self.wait(0.5)
-                bar.update(len(self.requests) * n - bar.n)
-        self.started = True
-
-    def start(self, worker: int) -> None:
-        args, allowed = self.args, sorted(os.sched_getaffinity(0))
-        core = allowed[worker % len(allowed)] if args.set_workers_cpu_affinity else None
-        # The seed of its first environment; environment i gets seed + i. Below 2**30, so that all fit 31 bits.
-        entropy = np.random.SeedSequence((args.seed, self.session, worker, self.deaths))
-        seed = int(entropy.generate_state(1)[0]) >> 2
-        self.requested[worker] = 0
-        self.pipes[worker], pipe = self.context.Pipe()
-        self.selector.register(self.pipes[worker], selectors.EVENT_READ, worker)
-        process = self.context.Process if args.num_workers else multiprocessing.dummy.Process  # dummy: a thread
-        started = process(target=actor, args=(core, args, worker, seed, self.inference.mailbox, pipe))
-        started.daemon = True
-        started.start()
-        self.actors[worker] = started
-        # On return nothing refers to `pipe` here, so it is closed: the actor's copy is the only one, and ends with it.
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits for requests, for slots that become free (the bell), or for the end. Raises UserError."""
-        S = self.args.worker_num_splits
-        for key, _ in self.selector.select(timeout):
-            worker = key.data
-            if worker is None:
-                os.eventfd_read(self.inference.bell)
-                continue
-            data = read_splits(key.fileobj)
-            splits, died, text = data.partition(DIED)
-            self.requests += [worker * S + split for split in splits]
-            self.requested[worker] += len(splits)
-            if died or not data:
-                self.replace(worker, text)
-
-    def reply(self, groups: list[int]) -> None:
-        """Gives the groups' rows back to their actors."""
-        self.requests = [group for group in self.requests if group not in groups]
-        for group in groups:
-            worker, split = divmod(group, self.args.worker_num_splits)
-            write_splits(self.pipes[worker], bytes([split]))
-
-    def replace(self, worker: int, text: bytes) -> None:
-        """The actor has ended, and with its pipe all that it had asked for. text: how its traceback begins, if it sent
-        one. Raises UserError where another actor is not to be tried."""
-        pipe, process = self.pipes[worker], self.actors[worker]
-        self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
-        self.selector.unregister(pipe)
-        while rest := read_splits(pipe):
-            text += rest
-        pipe.close()
-        process.join(5)
-        if self.args.num_workers and process.is_alive():  # it has closed its pipe, but lives
-            process.kill()
-            process.join(5)
-        if text:
-            lines = text.decode(errors="replace").rstrip()
-            how = "died: " + lines.splitlines()[-1]
-            if text != self.traceback:  # actors that die of the same do not repeat it
-                self.traceback = text
-                self.log(f"actor {worker}:\n{lines}")
-        elif process.exitcode == -signal.SIGALRM:
-            how = "hung (its stack is above)"
-        elif (process.exitcode or 0) < 0:
-            how = f"died of {signal.Signals(-process.exitcode).name}"
-        else:
-            how = f"ended (exit code {process.exitcode})"
-        if not self.started:  # the user's to mend; another actor would end in the same way
-            raise UserError(f"while its environments started, actor {worker} {how}")
-        if not self.args.num_workers:  # a thread is not replaced
-            raise UserError(f"actor {worker} {how}")
-        self.deaths += 1
-        self.short_lives[worker] = self.short_lives[worker] + 1 if self.requested[worker] < self.SHORT_LIFE else 0
-        if self.short_lives[worker] == 3:
-            raise UserError(f"for the third time in a row, actor {worker} {how}")
-        self.log(f"actor {worker} {how}; starting another")
-        self.start(worker)
-
-    def stop(self) -> None:
-        """Ends all actors: by closing their pipes, and after five seconds by force. A thread is waited for: Python
-        cannot end beside one that is in an engine."""
-        deadline = time.monotonic() + 5
-        for pipe in filter(None, self.pipes):
-            pipe.close()
-        for process in filter(None, self.actors):
-            process.join(max(0.0, deadline - time.monotonic()) if self.args.num_workers else None)
-            if self.args.num_workers:
-                process.kill()
+def seed_generators(seed: int):
+    """Of environments that draw from these; actors would all have the same."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
-STOP = SimpleNamespace(asked_at=None, writing=False)  # time of the first signal; a checkpoint is being written
+def handle_signals(inference: Inference):
+    """A signal is a message to the learner, so that no update is cut in two. Starts the fork server meanwhile: it
+    ignores them, too, and so does an actor until it is in a process group of its own."""
+    times = []
+
+    def handler(*_):
+        times.append(time.monotonic())
+        if times[-1] - times[0] > 1:  # a launcher may send the first one twice
+            os._exit(130)
+        inference.end_with(KeyboardInterrupt())
+
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if inference.args.num_workers:
+        forkserver.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm"])
+        forkserver.ensure_running()
+    for number in SIGNALS:
+        signal.signal(number, handler)
 
 
-def on_signal(number: int, frame) -> None:
-    """What Ctrl-C (SIGINT) and SIGTERM do to a run. The first one asks: whoever waits for environments or slots looks
-    at it twice a second, `learn` saves what is new, `sampling` ends the actors, and `train` returns 130. One that
-    comes more than a second later ends this process at once, and with it actors and engines. A sooner one is
-    taken for the first one, sent twice by a launcher; while a checkpoint is being written any is ignored."""
-    STOP.asked_at = STOP.asked_at or time.monotonic()
-    if time.monotonic() - STOP.asked_at > 1.0 and not STOP.writing:
-        os.write(2, b"\nstopped at once\n")
-        os._exit(130)
+def log(folder: Path, text, show=True):
+    with open(folder / "log.txt", "a") as file:
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=file)
+    if show:
+        tqdm.write(text)  # beside the bar
+        sys.stdout.flush()
+
+
+def kill(actor):
+    """An actor's process, and the programs that its environments have started."""
+    actor.kill()
+    with contextlib.suppress(OSError):  # there is none
+        os.killpg(actor.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def sampling(inference: Inference, actors: Actors):
-    """Context with actors, their environments and the inference thread, all ended with it."""
-    thread = threading.Thread(target=inference.run, args=(actors,), name="inference", daemon=True)
+def running(inference: Inference, folder: Path):
+    """Context with the inference thread, and the actors with their environments, whose seeds depend on the version: a
+    resumed run, or another actor, has other episodes."""
+    args = inference.args
+    thread = threading.Thread(target=inference.run, name="inference", daemon=True)
+    # fork is unsafe beside threads and CUDA; spawn costs 100 MB for each actor
+    process_or_thread = mp.get_context("forkserver").Process if args.num_workers else threading.Thread
+    actors = {}
+
+    def start(worker, pipe):
+        seed = random.Random(f"{args.seed} {inference.version} {worker}").getrandbits(30)
+        arguments = (args, worker, seed, inference.shared_mailbox, pipe)
+        actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
+        actor.start()
+        actors[worker] = actor
+        if args.num_workers:
+            pipe.close()  # the actor's copy is the only one, and ends with it
+
+    def replace(worker, pipe, text):
+        """In the inference thread. text: what the actor has told of its end, if it could. Raises UserError."""
+        asked = inference.asked.pop(worker, 0)
+        if args.num_workers:
+            kill(actors[worker])
+            actors[worker].join()
+            code = actors[worker].exitcode
+            text = text or ("hung" if code == -signal.SIGALRM else f"died (exit code {code})")
+        inference.early_deaths[worker] += 1
+        if asked >= SHORT_LIFE:
+            inference.early_deaths[worker] = 0
+        if not asked or not args.num_workers or inference.early_deaths[worker] == 3:
+            raise UserError(f"actor {worker}: {text}")
+        log(folder, f"actor {worker}: {text}; starting another")
+        start(worker, pipe)
+
+    inference.replace = replace
     try:
-        actors.start_all()
         thread.start()
+        for worker, pipe in enumerate(inference.actor_ends):
+            start(worker, pipe)
         yield
     finally:
-        inference.stop()
-        if thread.is_alive():
-            thread.join(10)
-        actors.stop()
-        inference.unpin()
+        inference.learner_end.close()
+        thread.join(10)
+        for pipe in inference.pipes:
+            pipe.close()
+        deadline = time.monotonic() + 5
+        for actor in actors.values():
+            actor.join(max(0.0, deadline - time.monotonic()))
+            if args.num_workers:
+                kill(actor)
 
 
-# === Checkpoints ======================================================================================================
+def scores(args: Args, inference: Inference):
+    """Metrics, as soon as each task has finished an episode, else none; and what best.pth goes by: the mean return over
+    tasks, or for several tasks, all of them of DMLab-30, that of their human-normalised returns, each capped at 100, as
+    in IMPALA. -inf before each task has ten episodes."""
+    episodes = [list(of_task.copy()) for of_task in inference.episodes]
+    if not all(episodes):
+        return {}, -np.inf
+    tasks = tasks_of(args)
+    means = np.stack([np.mean(of_task, axis=0) for of_task in episodes])  # [tasks, len(EPISODE)]
+    metrics = dict(zip((f"charts/{name}" for name in EPISODE), means.mean(0)))  # over tasks, not over episodes
+    score = metrics["charts/episodic_return"]
+    if set(tasks) <= set(TASKS):
+        human, random_actions = np.transpose([TASKS[task][:2] for task in tasks])
+        normalized = 100 * (means[:, 0] - random_actions) / (human - random_actions)
+        metrics["charts/human_normalized"] = normalized.mean()
+        metrics["charts/human_normalized_capped"] = normalized.clip(max=100).mean()
+    if len(tasks) > 1:
+        score = metrics.get("charts/human_normalized_capped", score)
+        metrics |= zip((f"tasks/{task}/episodic_return" for task in tasks), means[:, 0])
+    return metrics, score if min(map(len, episodes)) >= 10 else -np.inf
 
 
-def save_checkpoint(path: Path, learner: Learner) -> None:
-    """Tensors and plain values only. Written under another name first: a checkpoint is whole or absent."""
-    path.parent.mkdir(exist_ok=True)
-    content = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), version=learner.version,
-                   global_step=learner.global_step, best_return=learner.best_return,
-                   episodes=[list(task) for task in learner.inference.episodes], args=asdict(learner.args))  # fmt: skip
-    temporary, STOP.writing = path.with_name("saving.tmp"), True
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        STOP.writing = False
-
-
-def save_latest(folder: Path, learner: Learner, keep: int) -> None:
-    path = folder / f"checkpoint_{learner.version:09d}_{learner.global_step:012d}.pth"
-    save_checkpoint(path, learner)
-    others = sorted(set(folder.glob("checkpoint_*.pth")) - {path}, key=os.path.getmtime, reverse=True)
-    for old in others[keep - 1 :]:
+def save_checkpoint(folder: Path, learner: Learner):
+    """The latest one, also as best.pth where the score (see `scores`) is the best so far. Tensors and plain values
+    only. Written under another name first: a checkpoint is whole or absent."""
+    folder = folder / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    names = [f"checkpoint_{learner.global_step:012d}.pth"]
+    _, score = scores(learner.args, learner.inference)
+    if score > learner.best_return:
+        learner.best_return = float(score)
+        names.append("best.pth")
+    content = dict(
+        agent=learner.agent.state_dict(),
+        optimizer=learner.optimizer.state_dict(),
+        version=learner.inference.version,
+        global_step=learner.global_step,
+        best_return=learner.best_return,
+    )
+    buffer = io.BytesIO()  # a full disk is then an OSError
+    torch.save(content, buffer)
+    for name in names:
+        (folder / "saving.tmp").write_bytes(buffer.getbuffer())
+        os.replace(folder / "saving.tmp", folder / name)
+    for old in sorted(folder.glob("checkpoint_*.pth"))[: -learner.args.keep_checkpoints]:
         old.unlink()
 
 
-def load_checkpoint(folder: Path, kind: str, log) -> dict | None:
-    """The newest (or best) checkpoint that can be read, on the CPU; None where there is none."""
-    paths = sorted(folder.glob("checkpoint_*.pth" if kind == "latest" else "best.pth"), reverse=True)
+def read_checkpoint(folder: Path):
+    """The latest one that can be read. None: there is none. Raises UserError."""
+    folder = folder / "checkpoints"
+    paths = sorted(folder.glob("checkpoint_*.pth"), reverse=True)
     for path in paths:
-        try:
+        with contextlib.suppress(Exception):
             return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            log(f"warning: {path} cannot be read ({error!r:.200})")
+        print(f"warning: {path} cannot be read")
     if paths:  # a fresh start would in time delete them
-        raise UserError(f"no checkpoint in {folder} can be read; move them away to start anew")
-    return None
+        raise UserError(f"no checkpoint in {folder} can be read: move them away to start anew")
 
 
-def load_weights(agent: Agent, checkpoint: dict, folder: Path, args: Args) -> None:
-    """Raises UserError where the weights do not fit."""
+def load_checkpoint(folder: Path, learner: Learner):
+    content = read_checkpoint(folder)
+    if content is None:
+        return
     try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError:
-        raise UserError(f"the network in {folder} does not fit {args.env_id}, these flags or this file") from None
-
-
-def saved_args(folder: Path) -> dict:
-    """An experiment's Args as typed (before `resolve`), without the flags of one SESSION. Raises UserError."""
-    if not (folder / "cfg.json").exists():
-        raise UserError(f"there is no experiment in {folder}")
-    saved = json.loads((folder / "cfg.json").read_text())["args"]
-    return {field.name: saved[field.name] for field in fields(Args) if field.name in saved.keys() - set(SESSION)}
-
-
-def load_agent(folder: Path | str, kind: str = "latest", **changes) -> tuple[Agent, Args, int]:
-    """The trained policy in an experiment's folder, its Args (set for environments in this process and updated by
-    `changes`, such as device="cpu"), and the step it was saved at. kind: "latest" or "best". Raises UserError."""
-    in_process = dict(num_workers=0, worker_num_splits=None, batch_size=None, num_batches_per_epoch=1)
-    folder = Path(folder)
-    args = resolve(Args(**saved_args(folder) | changes | in_process))
-    checkpoint = load_checkpoint(folder / "checkpoints", kind, print)
-    if checkpoint is None:
-        raise UserError(f"no {kind} checkpoint in {folder / 'checkpoints'}")
-    agent = Agent(spaces_of(args), args).to(args.device)
-    load_weights(agent, checkpoint, folder, args)
-    return agent, args, checkpoint["global_step"]
-
-
-# === Main =============================================================================================================
-
-
-# The ranges of numeric flags; what is not named here is free
-AT_LEAST = {
-    0: ("seed", "train_for_seconds", "save_every_sec", "num_workers", "actor_timeout", "max_batches_ahead", "gamma",
-        "learning_rate", "vtrace_rho", "vtrace_c", "vtrace_lambda", "clip_coef", "ppo_clip_value", "vf_coef",
-        "ent_coef", "max_grad_norm", "reward_clip"),
-    1: ("frameskip", "total_timesteps", "keep_checkpoints", "num_envs_per_worker", "worker_num_splits", "rollout",
-        "inference_threads", "learner_threads", "batch_size", "num_batches_per_epoch", "num_epochs", "max_policy_lag",
-        "hidden_size"),
-}  # fmt: skip
-# A split is one byte, 255 says DIED; appo_loss bounds the ratio by 20 before V-trace does; no timer can be infinite
-AT_MOST = dict(seed=2**31 - 1, worker_num_splits=255, vtrace_rho=20, vtrace_c=20, actor_timeout=10**6, gamma=1,
-               vtrace_lambda=1)  # fmt: skip
-BATCH_SHARE, SMALLEST_BATCH = 2, 1024  # default batch: rows * rollout / BATCH_SHARE samples, at least SMALLEST_BATCH
-# Flags of one session, not of the experiment; and what a resumed run may not change
-SESSION, FIXED = ("train_for_seconds", "test_levels"), ("env_id", "extended_action_set")
-
-
-def resolve(args: Args) -> Args:
-    """A copy of `args` in which what depends on the machine (None, "auto") is filled in. Raises UserError."""
-    args = copy.copy(args)
-    for low, names in AT_LEAST.items():
-        for name in names:
-            value, high = getattr(args, name), AT_MOST.get(name, np.inf)
-            if value is not None and not low <= value <= high:
-                raise UserError(f"--{name.replace('_', '-')} {value} is out of range: {low} to {high}")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:  # not a device, not there, or not for this build of PyTorch
-        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    cpu = torch.device(args.device).type == "cpu"
-    if args.precision == "auto":
-        if cpu:
-            capable = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
-        else:
-            with torch.cuda.device(args.device):
-                capable = torch.cuda.is_bf16_supported(including_emulation=False)
-        args.precision = "bfloat16" if capable else "float32"
-    cores, quota = len(os.sched_getaffinity(0)), np.inf
-    with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max" for a number
-        quota = np.divide(*map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split()))
-    n = max(1, int(min(cores, quota)))
-    if quota < cores:  # this machine's other containers see the same cores, and would pin to them too
-        args.set_workers_cpu_affinity = False
-    args.num_workers = n if args.num_workers is None else args.num_workers
-    if args.num_workers == 0:
-        args.sync, args.worker_num_splits = True, 1
-    elif args.worker_num_splits is None:
-        args.worker_num_splits = 1 if cpu or args.num_envs_per_worker % 2 else 2
-    # On a CPU learning with the ResNet costs more than inference and the environments together: it may use every core.
-    args.learner_threads = args.learner_threads or (n if cpu else 1)
-    args.inference_threads = args.inference_threads or (max(1, n // (1 if args.sync else 4)) if cpu else 1)
-    if args.num_envs_per_worker % args.worker_num_splits:
-        raise UserError(f"--num-envs-per-worker {args.num_envs_per_worker} is not divisible by "
-                        f"--worker-num-splits {args.worker_num_splits}")  # fmt: skip
-    if args.extended_action_set is None:
-        args.extended_action_set = "dmlab_30" in args.env_id.split(",")
-    rows = max(1, args.num_workers) * args.num_envs_per_worker
-    batches = args.num_batches_per_epoch
-    if args.batch_size is None and args.sync:  # one rollout of every row
-        args.batch_size = max(1, rows // batches) * args.rollout
-    elif args.batch_size is None:
-        power = 2 ** round(np.log2(rows * args.rollout / BATCH_SHARE / batches))
-        args.batch_size = max(1, min(8192, max(SMALLEST_BATCH, power)) // args.rollout) * args.rollout
-    if args.batch_size % args.rollout:
-        raise UserError(f"--batch-size {args.batch_size} is not a multiple of --rollout {args.rollout}")
-    if args.sync and batches * args.batch_size != rows * args.rollout:
-        raise UserError(f"--sync (which --num-workers 0 implies) needs one rollout of every row: {batches} batches of "
-                        f"{args.batch_size} samples are not {rows} rows x {args.rollout} steps; --batch-size None "
-                        "finds the size, if --num-batches-per-epoch divides the rows")  # fmt: skip
-    return args
-
-
-def check_memory(args: Args, spaces: Spaces, state_size: int) -> None:
-    """Raises UserError where mailbox, engines or rollouts have no room: else CUDA, or the kernel, would end the run."""
-    device, rows = torch.device(args.device), max(1, args.num_workers) * args.num_envs_per_worker
-    shared = rows * (mebibytes(Mailbox(spaces, 1)) + ENV_SHARED_MEMORY / 2**20)
-    slots = slots_needed(args) + args.batch_size // args.rollout  # and a batch that is gathered from them
-    private = slots * mebibytes(Rollouts(spaces, args.rollout, 1, state_size, torch.device("cpu")))
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] / 2**20
-    else:
-        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**10
-        with contextlib.suppress(OSError, ValueError):  # no limit of this container: no such file, or "max"
-            free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**20)
-    if shared > (room := shutil.disk_usage("/dev/shm").free / 2**20):
-        raise UserError(f"/dev/shm has {room:,.0f} MiB free, {shared:,.0f} MiB are needed: use fewer environments or a "
-                        "larger /dev/shm (docker run --shm-size=2g)")  # fmt: skip
-    if private > 0.8 * free:
-        raise UserError(f"{slots:,} slots of rollouts need {private:,.0f} MiB of {free:,.0f} that are free, a fifth of "
-                        "which must remain: use a smaller --batch-size or fewer environments")  # fmt: skip
-
-
-def parse_args() -> tuple[Args, Path]:
-    """Args as typed, and the run's folder. An existing experiment keeps its saved flags, except for flags typed
-    now. Raises UserError."""
-    args = tyro.cli(Args)
-    fresh = f"{args.env_id[:100]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
-    experiment = args.experiment or fresh
-    folder = Path(args.train_dir) / experiment
-    if Path(os.path.abspath(args.train_dir)) not in Path(os.path.abspath(folder)).parents:
-        raise UserError(f"--experiment {experiment} is not a folder below {args.train_dir}")
-    if (folder / "cfg.json").exists():
-        saved, file = saved_args(folder), Path(__file__).name
-        args = tyro.cli(Args, default=Args(**saved))
-        made_by = Path(json.loads((folder / "cfg.json").read_text()).get("file", file)).name
-        changes = {"file": (made_by, file)} if made_by != file else {}
-        for name, value in asdict(args).items():
-            if name not in SESSION and value != saved.get(name, "none"):
-                changes[name] = saved.get(name, "none"), value
-        for name, (before, now) in changes.items():
-            if name in FIXED:
-                raise UserError(f"{folder} holds another environment, of {made_by}: {name} {before} -> {now}; "
-                                "rename --experiment")  # fmt: skip
-            print(f"override: {name} {before} -> {now}")
-    args.experiment = experiment
-    return args, folder
-
-
-def open_log(folder: Path):
-    """The run's log.txt, which one run at a time may hold, where the file system has locks. Raises UserError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "log.txt", "a", buffering=1)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another run is using {folder}") from None
-    except OSError:
-        print(f"warning: {folder} is on a file system without locks; a second run in it would not be noticed")
-    return file
+        learner.agent.load_state_dict(content["agent"])
+    except RuntimeError as error:
+        raise UserError(f"{folder} holds another network than this file makes with these flags: {error}") from None
+    learner.optimizer.load_state_dict(content["optimizer"])
+    learner.inference.publish(content["version"])
+    learner.global_step = content["global_step"]
+    learner.best_return = content["best_return"]
+    log(folder, f"resuming {folder} at step {learner.global_step:,}")
 
 
 class Reporter:
-    """The progress bar, log.txt and TensorBoard. Every rate is over the window since the last report."""
+    """The progress bar, log.txt and TensorBoard. Every rate is over the time since the last report."""
 
     SECONDS = 5  # between two reports
 
-    def __init__(self, args: Args, learner: Learner, folder: Path, log):
+    def __init__(self, args: Args, learner: Learner, folder: Path):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
-        self.args, self.learner, self.inference, self.log = args, learner, learner.inference, log
+        self.folder = folder
+        self.learner = learner
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
         self.writer.add_text("args", json.dumps(asdict(args), indent=2))
-        self.bar = tqdm(total=args.total_timesteps, initial=learner.global_step, desc=args.env_id[:8],
-                        dynamic_ncols=True, bar_format="{desc} {percentage:.0f}%{bar}{remaining}{postfix}",
-                        disable=None)  # fmt: skip
-        self.metrics, self.last = {}, self.now()
+        self.bar = tqdm(
+            total=args.total_timesteps,
+            initial=learner.global_step,
+            dynamic_ncols=True,
+            disable=None,
+            bar_format="{percentage:.0f}%{bar}{remaining}{postfix}",
+        )
+        self.metrics = {}  # of the last iteration
+        self.score = "no episode has ended"
+        self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
 
-    def now(self) -> Counter:
-        counts = dict(time=time.monotonic(), step=self.learner.global_step, version=self.learner.version)
-        return Counter(self.inference.counts, **counts)
+    def update(self, metrics):
+        """Called after every iteration, with its metrics. Reports every `SECONDS`."""
+        self.metrics = metrics
+        self.bar.update(min(self.learner.global_step, self.bar.total) - self.bar.n)
+        if time.monotonic() - self.last["seconds"] >= self.SECONDS:
+            self.report()
 
-    def update(self, metrics: dict[str, float]) -> float:
-        """Called after every iteration, with its metrics. Every `SECONDS` it reports, and returns the score over all
-        tasks; otherwise, and before each task has enough episodes, -inf."""
-        self.metrics |= metrics
-        step = self.learner.global_step
-        self.bar.update(step - self.bar.n)
-        now = self.now()
+    def report(self):
+        now = Counter(self.learner.inference.counts, seconds=time.monotonic(), steps=self.learner.global_step)
         change = now - self.last
-        if (seconds := change["time"]) < self.SECONDS:
-            return -np.inf
         self.last = now
-        fps = change["step"] * self.args.frameskip / seconds
+        seconds = change["seconds"]
+        sps = change["steps"] / seconds
+        fps = sps * self.learner.args.frameskip
         scalars = self.metrics | {
-            "charts/SPS": change["step"] / seconds,
+            "charts/SPS": sps,
             "charts/FPS": fps,
-            "stats/learner_wait": change["waited"] / seconds,  # shares of the time: the learner waits for full slots,
-            "stats/inference_idle": change["idle"] / seconds,  # inference waits for requests,
-            "stats/inference_blocked": change["blocked"] / seconds,  # or has requests and waits for free slots
+            "stats/learner_wait": change["learner"] / seconds,  # shares of the time: the learner waits for full blocks,
+            "stats/inference_idle": change["requests"] / seconds,  # inference waits for requests,
+            "stats/inference_blocked": change["blocks"] / seconds,  # or has requests and waits for free blocks
             "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
         }
-        best, score_text, means = self.scores()
-        scalars |= means
+        metrics, _ = scores(self.learner.args, self.learner.inference)
+        if metrics:
+            scalars |= metrics
+            self.score = f"return {metrics['charts/episodic_return']:.2f}"
         for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
-        if change["blocked"] >= change["waited"]:
+            self.writer.add_scalar(tag, value, self.learner.global_step)
+        if change["blocks"] >= change["learner"]:
             bottleneck = "learner"
-        elif change["idle"] > 0.5 * (seconds - change["blocked"]):
+        elif change["requests"] > seconds / 2:
             bottleneck = "environments"
         else:
             bottleneck = "inference"
-        text = f"{score_text}{fps:,.0f} frames/s, bottleneck: {bottleneck}, lag {self.metrics.get('lag/mean', 0):.1f}"
+        text = f"{self.score}, {fps:,.0f} frames/s, lag {self.metrics['lag/mean']:.1f}, bottleneck: {bottleneck}"
         self.bar.set_postfix_str(text)
-        self.log(f"step {step:,}: {text}", self.bar.disable)
-        if not change["version"]:
-            self.log(f"warning: no update in {seconds:.0f} s: no sample could be used (lag/masked: --max-policy-lag)")
-        return best
+        log(self.folder, f"step {self.learner.global_step:,}: {text}", show=self.bar.disable)
 
-    def scores(self) -> tuple[float, str, dict[str, float]]:
-        """What chooses best.pth (-inf before each task has enough episodes), its text as soon as each task has one, and
-        the means of each task's last 100. It is the mean return over tasks; for several tasks, all of them of DMLab-30,
-        it is the mean of their human-normalised returns, each capped at 100."""
-        tasks, lists = tasks_of(self.args), [list(episodes) for episodes in self.inference.episodes]
-        played = {task: np.mean(episodes, axis=0) for task, episodes in zip(tasks, lists) if episodes}
-        score, text, scalars = -np.inf, "", {}
-        if len(tasks) > 1:
-            for task, mean in played.items():
-                scalars |= zip((f"tasks/{task}/{name}" for name in EPISODE), mean)
-        if len(played) == len(tasks):
-            means = np.mean(list(played.values()), axis=0)  # over tasks, not over episodes
-            scalars |= zip((f"charts/{name}" for name in EPISODE), means)
-            score = scalars["charts/episodic_return"]
-            text = f"return {score:.2f}, "
-            if set(tasks) <= set(TASKS):
-                normalized = [human_normalized(task, mean[0]) for task, mean in played.items()]
-                capped = np.mean(np.minimum(normalized, 100))  # the cap is on a task's mean, as in IMPALA
-                scalars |= {"charts/human_normalized": np.mean(normalized), "charts/human_normalized_capped": capped}
-                if len(tasks) > 1:
-                    score, text = capped, f"{capped:.1f} % of people, "
-        settled = min(map(len, lists)) >= (100 if len(tasks) == 1 else 10)
-        return float(score) if settled else -np.inf, text, scalars
+    def close(self):
+        """Reports what came since the last report."""
+        if self.learner.global_step > self.last["steps"]:
+            self.report()
+        self.bar.close()
+        self.writer.close()
 
 
-def learn(args: Args, checkpoints: Path, learner: Learner, reporter: Reporter) -> None:
-    """The learner's loop. Saves what was learned, at the end and before an error that leaves the weights good;
-    not after an error that nobody foresaw."""
-    saved, now = learner.version, time.monotonic()  # saved: the version of the last checkpoint
-    learner.deadline = np.inf if args.train_for_seconds is None else now + args.train_for_seconds
-    saved_at = best_at = now  # no best in the first 30 s: episodes that end first are short ones
-    good = True  # the weights
-    try:
-        while learner.global_step < args.total_timesteps and (slots := learner.collect()) is not None:
-            metrics = learner.iterate(slots)
-            now = time.monotonic()
-            if (score := reporter.update(metrics)) > learner.best_return and now - best_at >= 30:
-                learner.best_return, best_at = score, now
-                save_checkpoint(checkpoints / "best.pth", learner)
-            if now - saved_at >= args.save_every_sec:
-                save_latest(checkpoints, learner, args.keep_checkpoints)
-                saved, saved_at = learner.version, now
-    except BaseException as error:
-        good = isinstance(error, (FloatingPointError, UserError))
-        raise
-    finally:
-        reporter.bar.close()
-        if good and learner.version > saved:  # else there is nothing new
-            save_latest(checkpoints, learner, args.keep_checkpoints)
-        reporter.writer.close()
-
-
-def train(typed: Args, folder: Path) -> int:
-    """`typed` are the args before `resolve`. Returns the exit code: 0, or 130 when the run was stopped by a signal."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each actor takes some of our file descriptors
-    args = resolve(typed)
-    check_level(args)
-    tasks, rows = tasks_of(args), max(1, args.num_workers) * args.num_envs_per_worker
-    if rows < len(tasks):
-        raise UserError(f"{len(tasks)} tasks need {len(tasks)} environments or more, one for each; there are {rows}")
+def train(args: Args, folder: Path) -> int:
+    """Returns the exit code: 0, or 130 when a signal stopped the run."""
+    check(args)
     device = torch.device(args.device)
-    if device.type == "cpu":
-        # glibc keeps freed memory: page faults of fresh activations cost 10 to 20 % of an update on a CPU
-        for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
-            ctypes.CDLL(None).mallopt(option, value)
-    else:
-        torch.cuda.set_device(device.index or 0)
-        torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
-    torch.manual_seed(args.seed)
+    torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
+    torch.set_num_threads(max(1, num_cores() // 2))  # for learner and inference each
+    seed_generators(args.seed)
+    with contextlib.suppress(AttributeError):  # it is not glibc
+        for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
+            ctypes.CDLL(None).mallopt(option, value)  # keeps freed memory: a third off an update on images on a CPU
+    shutil.rmtree(engines_folder(args), ignore_errors=True)
     spaces = spaces_of(args)
     agent = Agent(spaces, args).to(device)
-    check_memory(args, spaces, agent.state_size)
-    log_file, checkpoints = open_log(folder), folder / "checkpoints"  # nothing was written before
-    if args.num_workers:
-        start_forkserver()
-
-    def log(text: str, show: bool = True) -> None:
-        log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        if show:
-            tqdm.write(text)
-
-    checkpoint = load_checkpoint(checkpoints, "latest", log)
-    if checkpoint and checkpoint["global_step"] >= args.total_timesteps:
-        log(f"{folder} has its {checkpoint['global_step']:,} steps already; raise --total-timesteps to go on")
-        return 0
     inference = Inference(args, spaces, agent, device)
-    learner = Learner(args, agent, inference, device)
-    if checkpoint:
-        load_weights(agent, checkpoint, folder, args)
-        learner.load(checkpoint)
-        with contextlib.suppress(UserError):  # after a crash best.pth may be newer; a damaged one does not matter
-            learner.best_return = (load_checkpoint(checkpoints, "best", log) or checkpoint)["best_return"]
-    torch.manual_seed(args.seed + learner.version)
-    actors = Actors(args, inference, session=learner.version, log=log)  # a resumed run has other episodes
-    # A resumed run starts from what was typed and resolves again, as it may be on another machine; but for the batch,
-    # which decides what is learned, and with `sync` the workers, which decide the batch.
-    kept = dict(batch_size=args.batch_size) | (dict(num_workers=args.num_workers) if args.sync else {})
-    packages = {found.name: found.version for found in importlib.metadata.distributions()}
-    cfg = dict(file=os.path.abspath(__file__), command=sys.argv, args=asdict(typed) | kept, resolved=asdict(args),
-               packages=packages)  # fmt: skip
-    (folder / "cfg.tmp").write_text(json.dumps(cfg, indent=2))
-    os.replace(folder / "cfg.tmp", folder / "cfg.json")
-    B, steps = args.batch_size // args.rollout, args.total_timesteps
-    # When the learner is the bottleneck, all slots but those LEARNING are ahead of a new one
-    expected_lag = 0.0 if args.sync else (slots_needed(args) / B - args.num_batches_per_epoch) * args.num_epochs
-    if checkpoint:
-        log(f"resuming {folder} at step {learner.global_step:,}; learning rate {learner.learning_rate():.3g}")
-    for line in (
-        f"{args.env_id}: {sum(p.numel() for p in agent.parameters()):,} parameters on {device},"
-        f" encoder in {args.precision}, {args.learner_threads} + {args.inference_threads} threads to learn and act",
-        f"{args.num_workers} workers x {args.num_envs_per_worker} environments in {args.worker_num_splits} splits;"
-        f" {args.num_batches_per_epoch * args.batch_size:,} samples an iteration, {args.batch_size:,}"
-        f" ({B} rollouts of {args.rollout} steps) an optimiser step; expected lag up to {expected_lag:.1f} versions",
-        f"{mebibytes(inference.mailbox):.1f} MiB of shared memory,"
-        f" {mebibytes(inference.rollouts):.0f} MiB of rollouts in {slots_needed(args)} slots",
-        f"{len(tasks)} task{'s' * (len(tasks) > 1)}, {spaces.heads[0]} actions; what the engines print is in"
-        f" {engines_folder(args)}/output.txt",
-        f"up to {steps:,} steps = {steps * args.frameskip:,} frames; files in {folder}",
-    ):
-        log(line)
-    if expected_lag >= args.max_policy_lag:
-        log(f"warning: samples with a lag of {args.max_policy_lag} (--max-policy-lag) are not learned from; a larger "
-            "--batch-size has less lag")  # fmt: skip
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # all of the above ran on the default stream; the threads have their own
-    with sampling(inference, actors), own_stream(device, args.learner_threads):
-        learn(args, checkpoints, learner, Reporter(args, learner, folder, log))
-    log(f"{'stopped' if STOP.asked_at else 'done'}: {learner.global_step:,} steps, {learner.version:,} versions, "
-        f"{learner.skipped} batches without a usable sample, {actors.deaths} actors replaced")  # fmt: skip
-    return 130 if STOP.asked_at else 0
+    learner = Learner(args, agent, inference)
+    folder.mkdir(parents=True, exist_ok=True)
+    load_checkpoint(folder, learner)
+    if learner.global_step >= args.total_timesteps:
+        print("it is finished: raise --total-timesteps")
+        return 0
+    log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments; files in {folder}")
+    wait_for(device)  # the above ran in the default stream; learner and inference have their own
+    (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
+    handle_signals(inference)
+    deadline = np.inf
+    stopped = False
+    with running(inference, folder), own_stream(device):
+        saved_at = time.monotonic()
+        reporter = Reporter(args, learner, folder)
+        try:
+            while learner.global_step < args.total_timesteps and time.monotonic() < deadline:
+                reporter.update(learner.iterate(learner.collect()))
+                deadline = min(deadline, time.monotonic() + args.train_for_seconds)  # from the first iteration on
+                if time.monotonic() - saved_at >= args.save_every_sec:
+                    save_checkpoint(folder, learner)
+                    saved_at = time.monotonic()
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            if learner.global_step:  # else nothing was learned
+                save_checkpoint(folder, learner)
+            reporter.close()
+    shutil.rmtree(engines_folder(args), ignore_errors=True)  # those of engines that were killed
+    end = "stopped" if stopped else "done"
+    log(folder, f"{end}: {learner.global_step:,} steps, {reporter.score}; to see it play: python evaluate.py {folder}")
+    return 130 if stopped else 0
+
+
+def saved_args(folder: Path) -> Args:
+    """Of an experiment that is to be resumed. Raises UserError."""
+    cfg = json.loads((folder / "cfg.json").read_text())
+    saved = cfg["args"]
+    differing = saved.keys() ^ asdict(Args()).keys()
+    if differing or Path(cfg["file"]).name != Path(__file__).name:
+        raise UserError(
+            f"{folder} is of another file, or another version of this one: {cfg['file']}; flags that differ: "
+            f"{', '.join(sorted(differing)) or 'none'}"
+        )
+    return Args(**saved)
+
+
+def parse_args() -> tuple[Args, Path]:
+    """Args, and the run's folder. Raises UserError."""
+    args = tyro.cli(Args)
+    if args.experiment is None:
+        args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+    folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory
+    if folder.parent != Path(args.train_dir).resolve():
+        raise UserError(f"--experiment {args.experiment} is not a folder in {args.train_dir}")
+    if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
+        saved = saved_args(folder)
+        args = tyro.cli(Args, default=saved)
+        for name, before in vars(saved).items():
+            now = getattr(args, name)
+            if now == before:
+                continue
+            if name in FIXED:
+                raise UserError(f"{folder} was made with {name} {before}, not {now}: choose another --experiment")
+            print(f"override: {name} {before} -> {now}")
+    return args, folder
 
 
 def main() -> int:
+    folder = None
     try:
-        if sys.platform != "linux":
-            raise UserError(f"this needs Linux (/proc, /dev/shm, eventfd); {sys.platform} has no such things")
         args, folder = parse_args()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, on_signal)
         return train(args, folder)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except FloatingPointError as error:
-        print(f"error: {error}; what was learned before is saved", file=sys.stderr)
+    except BrokenPipeError:  # who read our output has gone, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:  # before the run has begun: there is nothing to save
-        print("stopped", file=sys.stderr)
-        return 130
+    except (UserError, FloatingPointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        if folder:
+            with contextlib.suppress(OSError):
+                log(folder, f"error: {error}", show=False)
+        return 2
 
 
 if __name__ == "__main__":
-    code = main()
-    gc.freeze()  # else Python, before it ends, searches all that the imports made for cycles: 0.8 s
-    sys.exit(code)
+    sys.exit(main())

@@ -1521,7 +1521,7 @@ def train(args: Args, folder: Path) -> int:
     log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments; files in {folder}")
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
-    handle_signals(inference)  # now: importing an environment's module may have set others
+    handle_signals(inference)
     deadline = np.inf
     stopped = False
     with running(inference, folder), own_stream(device):

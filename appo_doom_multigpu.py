@@ -1642,7 +1642,7 @@ def train(args: Args, folder: Path) -> int:
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     if rank == 0:
         (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
-    handle_signals(inference)  # now: importing an environment's module may have set others
+    handle_signals(inference)
     deadline = np.inf
     stopped = False
     with running(inference, folder), own_stream(device):

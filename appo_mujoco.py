@@ -23,7 +23,8 @@ A deliberate edit of appo_gym.py. What differs:
 - actions are numbers: a Gaussian policy (`draw`, `log_prob`, `entropy_of`), whose actions are kept as they were drawn,
   and clipped for the environment (`WorkerEnvs.step`);
 - a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`);
-- a network with two towers, and other defaults in `Args`: the learning rate falls, half as many optimiser steps.
+- a network with two towers of `hidden_size`, and other defaults in `Args`: the learning rate falls, half as many
+  optimiser steps.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
@@ -41,7 +42,7 @@ A deliberate edit of appo_gym.py. What differs:
      block:  FREE -> FILLING (by one worker) -> FULL -> LEARNING -> FREE     exactly one owner at any time
 
 Where to edit: the environment and a wrapper in `make_envs` (one more part of an observation needs no other edit), a
-metric in `OWN_SUMS`, the network and a mask of actions in `Agent`, a loss and what it needs in `appo_loss`; another
+metric in `OWN_SUMS`, the network in `Agent`, a loss and what it needs in `appo_loss`; another
 optimiser in `Learner`, and in `save_checkpoint` and `load_checkpoint`.
 
 Words: a *worker* is one actor process with its environments. A *row* is one environment's endless stream of experience;
@@ -257,8 +258,9 @@ class MujocoEnvs(gym.vector.VectorEnv):
         return self.vectors(self.pool.reset()[0]), {}
 
     def step(self, actions):
-        observation, reward, terminated, truncated, _ = self.pool.step(actions)
-        return self.vectors(observation), reward, terminated, truncated, {}
+        observation, reward, terminated, truncated, info = self.pool.step(actions)
+        own_sums = {name: info[name] for name in OWN_SUMS if name in info}
+        return self.vectors(observation), reward, terminated, truncated, own_sums
 
     def vectors(self, observation):
         parts = parts_of(self.parts, observation)
@@ -272,16 +274,17 @@ class MujocoEnvs(gym.vector.VectorEnv):
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of one worker: EnvPool's, where it has the task, unless there are options for gymnasium.make (to
-    draw them: EnvPool may end the process when it is asked to). Edit this function to wrap them (a wrapper of Gymnasium
-    scales or clips rewards), or to train on something that neither knows. Raises UserError where there is no such
-    environment.
+    draw them, which EnvPool cannot, nor Gymnasium the tasks of dm_control). Edit this function to wrap them (a wrapper
+    of Gymnasium scales or clips rewards), or to train on something that neither knows. Raises UserError where there is
+    no such environment.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), take a Box of vectors, to which actions
     are clipped, and give a Dict of vectors: one vector more is one key more, and no other edit. Actors cannot start
     processes of multiprocessing (AsyncVectorEnv)."""
     if args.env_id in TASKS and not options:
         return MujocoEnvs(args.env_id, num_envs)
-    os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
+    if options:
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
 
     def make() -> gym.Env:
         return NamedArrays(gym.make(args.env_id, **options))
@@ -520,8 +523,8 @@ def masked_mean(x, mask):
 
 
 def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
-    """PPO's clipped losses with V-trace's targets over the valid samples of a batch, which has the fields of Rollouts,
-    [time, rollout, ...]. Returns the loss, the targets float32 [T, B], and metrics, on the device.
+    """PPO's clipped losses with V-trace's targets, and the KL penalty, over the valid samples of a batch, which has the
+    fields of Rollouts, [time, rollout, ...]. Returns the loss, the targets float32 [T, B], and metrics, on the device.
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
     of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also let
@@ -999,6 +1002,7 @@ class Learner:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1)
+AT_LEAST |= dict(initial_stddev=1e-3, kl_loss_coef=0)
 AT_LEAST |= dict(seed=0, learning_rate=0, gamma=0, max_grad_norm=0)
 
 
@@ -1033,7 +1037,7 @@ def handle_signals(inference: Inference):
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if inference.args.num_workers:
-        forkserver.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm"])
+        forkserver.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "envpool"])
         forkserver.ensure_running()
     for number in SIGNALS:
         signal.signal(number, handler)

@@ -94,7 +94,7 @@ def variant(options: Options):
             args = appo.resolve(args)
         appo.spaces_of(args)  # is there such an environment? starts no game
         if options.family == "dmlab":
-            appo.check_level(args)
+            appo.check_levels(args)
     except appo.UserError as error:
         sys.exit(f"error: {error}")
     return appo, args

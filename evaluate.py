@@ -314,14 +314,14 @@ def main() -> int:
 def evaluate_tasks(module, args, options: Options) -> list[float]:
     """Plays episodes of each task, on its test level where it has one. Prints the raw returns, and how far they are on
     the way from random actions to people. Returns their means."""
-    place = dict(train_dir=str(options.folder.parent), experiment=options.folder.name)  # the engines have folders there
-    args, trained = replace(args, test_levels=True, **place), module.saved_args(options.folder)["env_id"]
+    place = dict(train_dir=str(options.folder.parent), experiment=None)  # not the engines' folder of a run under way
+    args, trained = replace(args, test_levels=True, **place), args_of(module, options.folder).env_id
     chosen = module.tasks_of(args)
-    module.check_level(args)  # of what is played; the data sets of other tasks need not be here
+    module.check_levels(args)  # of what is played; the data sets of other tasks need not be here
     # Environments of a task. A closed engine leaks 5 descriptors: with more engines, thirty tasks would need too many.
     count = 1 if options.watch else min(options.episodes, 16 if len(chosen) == 1 else 4)
     changes = dict(num_envs_per_worker=count, env_id=trained)
-    agent, args, step = module.load_agent(options.folder, options.kind(), **asdict(args) | changes)
+    agent, args, step = agent_of(module, options.folder, options.kind(), **asdict(args) | changes)
     tasks = module.tasks_of(args)
     if unknown := [task for task in chosen if task not in tasks]:
         raise UserError(f"{options.folder} was trained on {trained}, not on {', '.join(unknown)}")
@@ -333,9 +333,10 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
         if len(returns) < options.episodes:  # the window was closed
             break
         means.append(float(np.mean(returns)))
-        text = f"{module.task_of(task).test or task:40} {means[-1]:8.2f} +- {np.std(returns):6.2f}"
+        known = module.task_of(args, task)
+        text = f"{known.test or task:40} {means[-1]:8.2f} +- {np.std(returns):6.2f}"
         if task in module.TASKS:
-            scores.append(module.human_normalized(task, means[-1]))
+            scores.append(100 * (means[-1] - known.random) / (known.human - known.random))
             text += f"   {scores[-1]:6.1f} % of people"
         print(text)
         options = replace(options, save_video=False)  # it is of the first task

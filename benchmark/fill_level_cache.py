@@ -8,6 +8,7 @@ is 1. Ctrl-C stops it all, and what has been compiled stays. Levels that compile
 """
 
 import multiprocessing.connection
+import shutil
 import signal
 import sys
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ LONGEST = 600  # seconds that a map may take
 @dataclass
 class Options:
     env_id: str = "dmlab_30"  # levels, as of appo_dmlab.py
-    maps: int = 3  # of each level that generates maps: those of a run's first episodes, as far as they are not there
+    maps: int = 3  # of each level that generates maps, as far as they are not there: those of a run with the same --num-maps
     num_workers: int | None = None  # processes. Default: the cores that this process may use
     train_dir: str = "train_dir"  # the cache is level_cache below it
     level_cache: str | None = None  # the cache, where it is another folder
@@ -48,7 +49,7 @@ def compile_maps(args: appo.Args, work: list[tuple[int, int]], taken, done) -> N
             if env is not None:
                 env.close()
             env = appo.LabEnv(args, task)
-            env.start()
+            env.start(0)
         env.lab.reset(seed=seed)
         signal.alarm(0)
         with done.get_lock():
@@ -81,6 +82,7 @@ def fill(args: appo.Args, work: list[tuple[int, int]]) -> int:
         for process in processes:
             process.kill()
             process.join()
+        shutil.rmtree(appo.engines_folder(args), ignore_errors=True)
     return done.value
 
 
@@ -89,18 +91,17 @@ def main() -> int:
     try:
         if options.maps < 1 or options.num_workers == 0:
             raise appo.UserError("--maps and --num-workers must be at least 1")
-        args = appo.Args(env_id=options.env_id, device="cpu", num_workers=options.num_workers, train_dir=options.train_dir,
-                         level_cache=options.level_cache)  # fmt: skip
-        levels = [level for level in appo.tasks_of(args) if appo.task_of(level).generated]
+        workers = options.num_workers or appo.num_cores()
+        args = appo.Args(env_id=options.env_id, device="cpu", num_workers=workers, train_dir=options.train_dir, level_cache=options.level_cache,
+                         episode_seconds=60.0)  # fmt: skip
+        levels = [level for level in appo.tasks_of(args) if appo.task_of(args, level).generated]
         if not levels:
             raise appo.UserError(f"--env-id {options.env_id} generates no maps")
         args.env_id = ",".join(levels)
-        args = appo.resolve(args)
-        appo.check_level(args)
+        appo.check_levels(args)
         work = [(task, seed) for task in range(len(levels)) for seed in range(options.maps)]
         done = fill(args, work)
-        print(f"{done} of {len(work)} maps are in {appo.cache_folder(args)}; what the engines print is in "
-              f"{appo.engines_folder(args)}/output.txt")  # fmt: skip
+        print(f"{done} of {len(work)} maps are in the cache; train with --num-maps {options.maps}")
         return int(done < len(work))
     except appo.UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ share Python's lock.
 
 Replay (milliseconds): `act` without replay, with the logits stored (uniform), and with the features, too (elite); `gather` and `learn`
 without what is replayed and with it. `choose` is all of `Learner.choose_replayed` at the beginning of a run, with six candidates for each
-one that is replayed; `distances 24` is what these cost, whose every fourth state the network sees again.
+one that is replayed; `distances 96` is what these cost, whose every fourth state the network sees again.
 
 Takes a minute with Gymnasium, MuJoCo and replay, on 2 cores some 6 with the others and their default windows. Nothing else may run beside
 it.

@@ -328,7 +328,7 @@ def test_one_part_of_each_file(tmp_path, monkeypatch, capsys):
     found = measured("replay")
     times = found["milliseconds"]
     assert len(times) == 9 and min(times.values()) > 0 and (found["fresh"], found["replayed"]) == (16, 16)
-    assert {"choose", "distances 24", "learn with what is replayed", "act, logits and features stored"} <= set(times)
+    assert {"choose", "distances 96", "learn with what is replayed", "act, logits and features stored"} <= set(times)
     (found,) = measured("doom", "--games", "2", "--num-workers", "1", "--seconds", "0.2")["results"]
     assert found["envs_per_worker"] == 2 and found["frames_per_second"] > 100 and found["resident_mib_of_a_worker"] > 50
 

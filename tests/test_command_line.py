@@ -26,7 +26,8 @@ import appo_doom
 import appo_gym
 
 SMALL = ("--num-workers", "2", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32", "--device", "cpu")
-NEW = ["appo_gym", "appo_mujoco", "appo_doom", "appo_doom_multigpu", "appo_atari", "appo_atari_replay"]  # the others have the first core
+# The others have the first core
+NEW = ["appo_gym", "appo_mujoco", "appo_doom", "appo_doom_multigpu", "appo_atari", "appo_atari_replay", "appo_dmlab"]
 BASE = ("appo_gym", "appo_mujoco")  # without operations
 METRICS = (ROOT / "benchmark" / "METRICS.md").read_text()
 TAGS = set(re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", METRICS, re.M))
@@ -259,7 +260,7 @@ def test_a_runs_folder_names_no_code_to_be_run(saved, tmp_path, monkeypatch, cap
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, game in zip(NEW, ("CartPole-v1", "HalfCheetah-v5", "basic", "basic", "Breakout-v5", "Breakout-v5"), strict=True):
+    for name, game in zip(NEW, ("CartPole-v1", "HalfCheetah-v5", "basic", "basic", "Breakout-v5", "Breakout-v5", "rooms_collect_good_objects_train"), strict=True):
         appo, folders = importlib.import_module(name), set()
         monkeypatch.setattr(sys, "argv", [f"{name}.py"])
         monkeypatch.setattr(appo.time, "time", lambda: 1234.5)

@@ -1,17 +1,14 @@
 """DeepMind Lab's environments, tasks and level cache. The engine is in no package registry: the stand-in of
 tests/stand_in keeps its contract, which the first tests check on both, where the engine can be imported."""
 
-import concurrent.futures
 import functools
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 import shutil
 import signal
 import sys
-import time
 import zipfile
 from collections import Counter
 from dataclasses import asdict, replace
@@ -143,7 +140,7 @@ def test_contract_temporary_folder_and_ports(module, tmp_path, monkeypatch):
         return sum(file.startswith("socket:") for file in files)
 
     monkeypatch.setattr(appo, "lab_module", lambda: module)
-    before, args = sockets(), appo.resolve(make_args(tmp_path))
+    before, args = sockets(), make_args(tmp_path)
     lab = appo.make_lab(args, "rooms_watermaze", temp_folder=str(tmp_path))
     lab.reset(seed=1)
     assert sockets() == before and list(tmp_path.iterdir())
@@ -169,15 +166,14 @@ def make_args(tmp_path, **settings):
 
 @pytest.fixture
 def make_env(tmp_path, monkeypatch):
-    """Makes environments of the stand-in. The real prepare_process would take descriptor 1."""
+    """Makes environments of the stand-in. The real silence_engines would take descriptor 1."""
     monkeypatch.setitem(sys.modules, "deepmind_lab", MODULES[0])
-    (tmp_path / "engines").mkdir()
     appo.lab_module.cache_clear()
-    monkeypatch.setattr(appo, "prepare_process", lambda engines: tmp_path / "engines")
+    monkeypatch.setattr(appo, "silence_engines", lambda: None)
     made = []
 
     def make(place=0, **settings):
-        made.append(appo.LabEnv(appo.resolve(make_args(tmp_path, **settings)), place))
+        made.append(appo.LabEnv(make_args(tmp_path, **settings), place))
         return made[-1]
 
     yield make
@@ -190,7 +186,7 @@ def play(env, action=0):
     """Plays an episode; returns the observations, rewards and infos, and how it ended."""
     steps = []
     while True:
-        observation, *rest = env.step(action)
+        observation, *rest = env.step(np.array([action]))
         steps.append((observation, *rest))
         if rest[1] or rest[2]:
             return steps
@@ -216,7 +212,7 @@ def test_rewards_are_squashed_and_scores_are_not(make_env, monkeypatch):
     one = np.tanh(0.2)
     for raw, expected in ((0.0, 0.0), (1.0, 5 * one), (-1.0, -1.5 * one), (100.0, 5.0), (-100.0, -1.5)):
         monkeypatch.setattr(env.lab, "step", lambda action, num_steps, raw=raw: raw)
-        _, reward, *_, info = env.step(0)
+        _, reward, *_, info = env.step(np.array([0]))
         assert reward == pytest.approx(expected) and info["raw_reward"] == raw
 
 
@@ -224,28 +220,16 @@ def test_actions_reach_the_engine_as_it_wants_them(make_env, monkeypatch):
     env, seen = make_env(extended_action_set=True), []
     env.reset(seed=0)
     monkeypatch.setattr(env.lab, "step", lambda action, num_steps: seen.append((action.copy(), num_steps)) or 0.0)
-    for a in range(env.action_space.n):
-        env.step(np.int64(a))
+    for a in range(env.action_space.nvec[0]):
+        env.step(np.array([a]))
     assert [tuple(action) for action, _ in seen] == list(appo.EXTENDED_ACTIONS)
     assert all(action.dtype == np.intc and action.flags.c_contiguous and n == 4 for action, n in seen)
 
 
-def test_the_last_action_and_reward_are_in_the_observation(make_env, monkeypatch):
-    """If asked for; zeros as an episode begins."""
-    env = make_env(last_action_reward=True)
-    for _ in range(2):
-        observation, _ = env.reset(seed=0)
-        assert not observation["last_action_reward"].any() and env.observation_space.contains(observation)
-        monkeypatch.setattr(env.lab, "step", lambda action, num_steps: -1.0)
-        observation, reward, *_ = env.step(np.int64(3))
-        assert observation["last_action_reward"].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, np.float32(reward)] and reward < 0
-        assert env.observation_space.contains(observation)
-
-
 def test_words():
-    assert appo.words_of("") == ()
+    assert not appo.words_of("").any()
     ball = int(hashlib.md5(b"ball").hexdigest(), 16) % 999 + 1
-    assert appo.words_of("red  ball") == (appo.words_of("red")[0], ball)
+    assert appo.words_of("red  ball").tolist() == [appo.words_of("red")[0], ball, *[0] * 14]
     many = appo.words_of(" ".join(f"word{i}" for i in range(40)))
     assert len(many) == 16 and all(1 <= word <= 999 for word in many)
 
@@ -255,12 +239,12 @@ def test_the_instruction_is_in_the_observation(make_env, monkeypatch):
     observation, _ = env.reset(seed=0)
     text = env.lab.observations()["INSTR"]
     words = appo.words_of(text)
-    assert len(words) == 4 and observation["words"].tolist() == [*words, *[0] * 12] and observation["task"] == 1
+    assert np.count_nonzero(words) == 4 and observation["words"].tolist() == words.tolist() and observation["task"] == 1
     assert env.observation_space.contains(observation)
     later = env.lab.observations() | dict(INSTR="touch it")
     monkeypatch.setattr(env.lab, "observations", lambda: later)
-    shorter = env.step(0)[0]["words"].tolist()
-    assert shorter == [*appo.words_of("touch it"), *[0] * 14], "it leaves nothing behind of the one before"
+    shorter = env.step(np.array([0]))[0]["words"].tolist()
+    assert shorter == [*appo.words_of("touch it")[:2], *[0] * 14], "it leaves nothing behind of the one before"
 
 
 def test_tasks_and_their_environments(tmp_path):
@@ -281,34 +265,48 @@ def test_a_task_without_an_environment_is_refused(make_env, tmp_path):
 
 def test_observations_and_statistics_agree_on_the_task_of_a_row(make_env, tmp_path):
     """Episodes have 60 and 40 steps here. Three environments a worker, so that workers begin with different tasks."""
-    args = appo.resolve(make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01", num_workers=2, rollout=70,
-                                  num_envs_per_worker=3, worker_num_splits=3, batch_size=70, encoder="convnet",
-                                  hidden_size=32, precision="float32"))  # fmt: skip
+    args = make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01", num_workers=2, rollout=70, num_envs_per_worker=3,
+                     worker_num_splits=3, batch_size=70, encoder="convnet", hidden_size=32, precision="float32",
+                     episode_seconds=120.0)  # fmt: skip
     spaces = appo.spaces_of(args)
     inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
-    workers = [appo.WorkerEnvs(args, worker, inference.arrays, worker) for worker in range(2)]
-    for step in range(65):
-        for envs in workers:
-            for split in range(3):
-                envs.step(split) if step else envs.reset(split)
-        inference.serve(list(range(6)))
-    for envs in workers:
-        envs.close()
-    assert inference.arrays.obs["task"].tolist() == [0, 1, 0, 1, 0, 1]
-    assert [[episode[2] for episode in episodes] for episodes in inference.episodes] == [[60] * 3, [40] * 3]
+    groups = [appo.WorkerEnvs(args, group, inference.mailbox, group) for group in range(6)]
+    with torch.inference_mode():
+        for step in range(65):
+            for envs in groups:
+                envs.step() if step else envs.reset()
+            inference.act(list(range(6)))
+    for envs in groups:
+        envs.envs.close()
+    assert inference.mailbox.obs["task"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert [[episode[1] for episode in episodes] for episodes in inference.episodes] == [[60] * 3, [40] * 3]
 
 
 @pytest.mark.parametrize("settings, sentence", [
-    (dict(env_id="rooms_colect_good_objects"), "did you mean rooms_collect_good_objects_train"),
-    (dict(env_id="rooms_watermaze,seekavoid"), "unknown --env-id seekavoid; did you mean seekavoid_arena_01"),
-    (dict(env_id="dmlab_30", dataset_path=None),
-     "--dataset-path is missing, for psychlab_arbitrary_visuomotor_mapping and"),
-    (dict(env_id="psychlab_continuous_recognition", dataset_path="/nowhere"), "--dataset-path /nowhere is no folder"),
-    (dict(renderer="hardware"), "the engine does not start rooms_watermaze: "),
+    (dict(env_id="rooms_colect_good_objects", episode_seconds=60.0), "--env-id rooms_colect_good_objects: the engine does not start it: .*Level not"),
+    (dict(env_id="rooms_watermaze,seekavoid_arena_01"), "--episode-seconds is missing: the time limit of seekavoid_arena_01, which is not one"),
+    (dict(env_id="dmlab_30", dataset_path=None), "--dataset-path None has no pictures .*, which psychlab_arbitrary_visuomotor_mapping needs"),
+    (dict(env_id="psychlab_continuous_recognition", dataset_path="/nowhere"), "--dataset-path /nowhere has no pictures"),
+    (dict(renderer="hardware"), "--env-id rooms_watermaze: the engine does not start it: "),
 ])  # fmt: skip
 def test_wrong_levels_and_missing_data_sets(tmp_path, make_env, settings, sentence):
     with pytest.raises(appo.UserError, match=sentence):
-        appo.check_level(make_args(tmp_path, **settings))
+        appo.check_levels(make_args(tmp_path, **settings))
+
+
+def test_one_picture_is_a_data_set(tmp_path, make_env):
+    (tmp_path / "set" / "Objects").mkdir(parents=True)
+    (tmp_path / "set" / "Objects" / "apple.jpg").touch()
+    appo.check_levels(make_args(tmp_path, env_id="psychlab_continuous_recognition", dataset_path=str(tmp_path / "set")))
+
+
+def test_a_level_that_is_not_known_has_the_limit_that_is_told(make_env):
+    """The stand-in ends it after 160 frames. By the limit that is no death, sooner it is one."""
+    for seconds, ended in ((160 / 60, False), (3.0, True)):
+        env = make_env(env_id="seekavoid_arena_01", episode_seconds=seconds)
+        env.reset(seed=1)
+        steps = play(env)
+        assert len(steps) == 40 and steps[-1][2:4] == (ended, not ended)
 
 
 def test_a_missing_engine_is_one_sentence(monkeypatch):
@@ -335,19 +333,6 @@ def store(one: appo.LevelCache, folder: Path, seed: int) -> None:
     one.write(key, str(path))
 
 
-def choose(played: Path, number: int) -> list[int]:
-    rng = np.random.default_rng(number)
-    return [appo.next_seed(played, rng) for _ in range(50)]
-
-
-def test_processes_play_each_seed_once(tmp_path):
-    """And a resumed run goes on where it was."""
-    with concurrent.futures.ProcessPoolExecutor(4) as pool:
-        chosen = sum(pool.map(choose, [tmp_path / "played"] * 4, range(4)), [])
-    assert sorted(chosen) == list(range(200))
-    assert choose(tmp_path / "played", 5)[0] == 200
-
-
 def test_a_map_is_whole_or_compiled_anew(tmp_path):
     one = cache(tmp_path)
     store(one, tmp_path, 7)
@@ -370,60 +355,49 @@ def test_a_full_disk_is_told_and_survived(tmp_path, monkeypatch):
 
     one = cache(tmp_path)
     monkeypatch.setattr(appo.os, "replace", full)
-    with pytest.warns(UserWarning, match="a map was not saved in .*cache"):
-        store(one, tmp_path, 1)
-    assert not list((tmp_path / "cache").iterdir()) and one.seconds > 0
-    assert len(set(choose(Path("/dev/full"), 0))) == 50, "other maps, though none can be counted"
-
-
-def test_some_room_is_left_for_checkpoints(tmp_path, monkeypatch):
-    one = cache(tmp_path)
-    monkeypatch.setattr(appo, "DISK_RESERVE", 2**60)
-    with pytest.warns(UserWarning, match="a map was not saved in .*cache"):
+    with pytest.warns(UserWarning, match="a map was not saved in .*cache .*No space left"):
         store(one, tmp_path, 1)
     assert not list((tmp_path / "cache").iterdir())
 
 
-def compile_seconds(env, **options) -> float:
+def seed_of(env, **options) -> int:
+    """That of the map, which the engine is given."""
+    seeds, reset = [], env.lab.reset if env.lab else None
+    if env.lab is None:
+        env.start(0)
+        reset = env.lab.reset
+    env.lab.reset = lambda seed: seeds.append(seed) or reset(seed=seed)
     env.reset(**options)
-    return env.step(0)[-1]["compile_seconds"]
+    env.lab.reset = reset
+    return seeds[0]
 
 
 def test_runs_play_the_same_maps_and_compile_each_once(make_env, tmp_path):
-    """An environment of one experiment and one of another; what was compiled is told in the first step's info, once."""
-    one, other = (make_env(env_id="explore_object_locations_small", experiment=name) for name in ("e", "f"))
-    for seed in range(3):
-        seconds = compile_seconds(one, seed=seed)
-        assert seconds > 0 and one.step(0)[-1]["compile_seconds"] == 0
-    assert [compile_seconds(other, seed=seed) for seed in range(5, 8)] == [0, 0, 0], "the other run finds them"
-    assert compile_seconds(other) > 0
+    """Of a level that generates maps an episode draws one of so many."""
+    one, other = (make_env(env_id="explore_object_locations_small", experiment=name, num_maps=3) for name in ("e", "f"))
+    found = [{seed_of(env, seed=i if t == 0 else None) for t in range(40)} for i, env in enumerate((one, other))]
+    assert found == [{0, 1, 2}] * 2
+    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) == 3
+    fixed = make_env(env_id="rooms_watermaze", num_maps=3)
+    assert len({seed_of(fixed, seed=i) for i in range(10)}) == 10, "it has one map; seeds differ in what else is drawn"
 
 
 def test_an_evaluation_can_be_repeated(make_env):
-    """Other maps than in training, the same each time; it uses up no seed of the experiment."""
-    one, two = (make_env(env_id="explore_object_locations_small", test_levels=True) for _ in range(2))
-    seconds = [compile_seconds(env, seed=1) for env in (one, two)]
-    assert seconds[0] > 0 == seconds[1] and not one.played.exists()
+    """Other maps than in training, the same each time."""
+    one, two = (make_env(env_id="explore_object_locations_small", test_levels=True, num_maps=3) for _ in range(2))
+    seeds = [[seed_of(env, seed=1), *(seed_of(env) for _ in range(5))] for env in (one, two)]
+    assert seeds[0] == seeds[1] and min(seeds[0]) > 3
     training = make_env(env_id="explore_object_locations_small")
     training.reset(seed=1)
     assert one.lab.config["mixerSeed"] == str(0x600D5EED) and "mixerSeed" not in training.lab.config
 
 
-def test_what_maps_cost_is_told_with_each_episode(make_env, tmp_path):
-    """Whose map the reset before it has compiled, or found."""
-    args = appo.resolve(make_args(tmp_path, env_id="explore_object_locations_small", num_envs_per_worker=2))
-    mailbox, costs = appo.Mailbox(appo.spaces_of(args), 2).arrays(), []
-    for experiment in ("e", "f"):
-        envs = appo.WorkerEnvs(replace(args, experiment=experiment), 0, mailbox, 0)
-        envs.reset(0)
-        for step in range(121):  # an episode, the step that resets, and an episode
-            envs.step(0)
-            if mailbox.episode[0, 2]:
-                costs.append(mailbox.episode[:, appo.EPISODE.index("compile_seconds")].tolist())
-        envs.close()
-    assert len(costs) == 4 and all(costs[0] + costs[1]) and not any(costs[2] + costs[3])
-    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) == 4
-    assert next((tmp_path / "e" / "played").iterdir()).stat().st_size == 4, "no seed for nothing"
+def test_an_engines_folder_goes_with_it(make_env, tmp_path):
+    env = make_env()
+    env.reset(seed=0)
+    assert len(list((tmp_path / "e" / "engines").iterdir())) == 1
+    env.close()
+    assert not list((tmp_path / "e" / "engines").iterdir())
 
 
 def test_evaluation_plays_the_chosen_tasks_and_keeps_its_state(make_env, tmp_path, monkeypatch):
@@ -432,17 +406,17 @@ def test_evaluation_plays_the_chosen_tasks_and_keeps_its_state(make_env, tmp_pat
     torch.manual_seed(0)
     trained = "rooms_watermaze,psychlab_continuous_recognition,seekavoid_arena_01"
     args = make_args(tmp_path, env_id=trained, encoder="convnet", hidden_size=32, precision="float32",
-                     dataset_path="/of/another/machine")  # fmt: skip
+                     dataset_path="/of/another/machine", episode_seconds=120.0)  # fmt: skip
     folder, states, raw = tmp_path / "e", [], Counter()
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "cfg.json").write_text(json.dumps(dict(args=asdict(args))))
+    (folder / "cfg.json").write_text(json.dumps(dict(file=appo.__file__, args=asdict(args))))
     weights = appo.Agent(appo.spaces_of(args), args).state_dict()
     torch.save(dict(agent=weights, global_step=5), folder / "checkpoints" / "checkpoint_1.pth")
     forward, step = appo.Agent.forward, appo.LabEnv.step
 
     def spy(self, action):
         result = step(self, action)
-        raw[self.name] += result[-1]["raw_reward"]
+        raw[appo.tasks_of(self.args)[self.number]] += result[-1]["raw_reward"]
         return result
 
     monkeypatch.setattr(appo.LabEnv, "step", spy)
@@ -464,7 +438,7 @@ def test_evaluation_plays_held_out_levels(make_env):
 
 
 def agent(tmp_path, **settings):
-    args = appo.resolve(make_args(tmp_path, hidden_size=32, precision="float32", extended_action_set=False, **settings))
+    args = make_args(tmp_path, hidden_size=32, precision="float32", extended_action_set=False, episode_seconds=60.0, **settings)
     torch.manual_seed(0)
     return args, appo.Agent(appo.spaces_of(args), args)
 
@@ -482,7 +456,7 @@ def test_instructions_are_read_to_their_last_word(tmp_path, encoder):
     texts = ["", "red", "collect the red ball", " ".join(["x"] * 16), "red", ""]
     words = torch.zeros(len(texts), 16, dtype=torch.int64)
     for i, text in enumerate(texts):
-        words[i, : len(text.split())] = torch.tensor(appo.words_of(text), dtype=torch.int64)
+        words[i] = torch.from_numpy(appo.words_of(text))
     read = network.read(words)
     for i, text in enumerate(texts):
         n = max(1, len(text.split()))
@@ -497,22 +471,9 @@ def test_input_statistics_do_not_touch_word_numbers(tmp_path):
     obs["words"][:] = 900
     first = {name: part[0] for name, part in obs.items()}
     before = network.encode(first)[:, -64:]
-    network.update_normalizers({name: x.flatten(0, 1) for name, x in obs.items()}, torch.ones(8, dtype=torch.bool))
+    network.normalizers["obs"].update(obs["obs"], torch.ones(4, 2, dtype=torch.bool))
     assert network.normalizers["obs"].count > 0 and torch.equal(network.encode(first)[:, -64:], before)
     assert network.normalizers.keys() == {"obs"}
-
-
-def test_the_core_sees_the_last_action_and_reward_as_they_are(tmp_path):
-    _, network = agent(tmp_path, encoder="convnet", last_action_reward=True)
-    obs = random_pictures(1, 2)
-    obs["last_action_reward"] = torch.tensor([[[0.0] * 10, [0.0] * 3 + [1.0] + [0.0] * 5 + [-0.3]]])
-    features = network.encode({name: part[0] for name, part in obs.items()})
-    assert torch.equal(features[:, 32 + 64 :], obs["last_action_reward"][0]) and network.normalizers.keys() == {"obs"}
-    obs = {name: part[:, :1].repeat_interleave(2, 1) for name, part in obs.items()} | dict(last_action_reward=obs["last_action_reward"])
-    logits, values, _ = network(obs, torch.ones(1, 2, dtype=torch.bool), torch.zeros(2, network.state_size))
-    assert (logits[0, 0] != logits[0, 1]).all() and values[0, 0] != values[0, 1]
-    without = agent(tmp_path, encoder="convnet", last_action_reward=False)[1]
-    assert without.core.input_size == network.core.input_size - 10
 
 
 def test_only_the_critic_reads_the_tasks_number(tmp_path):
@@ -539,21 +500,20 @@ def test_popart_normalises_each_tasks_targets_and_keeps_every_value():
         for k in range(2):
             seen[k].append(targets[mask & (of == k)])
     for k, targets in enumerate(map(torch.cat, seen)):
-        total = critic.START + len(targets)  # it starts as if it had seen some with mean 0 and deviation 1
+        total = 1000 + len(targets)  # it starts as if it had seen some with mean 0 and deviation 1
         mean = targets.sum() / total
-        std = ((targets.square().sum() + critic.START) / total - mean.square()).sqrt()
+        std = ((targets.square().sum() + 1000) / total - mean.square()).sqrt()
         found, expected = torch.stack([critic.mean[k], critic.std[k]]), torch.stack([mean, std])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     untouched = critic.mean[2], critic.std[2], critic.count[2]
-    assert untouched == (0, 1, critic.START), "a task without targets stays as it was"
+    assert untouched == (0, 1, 1000), "a task without targets stays as it was"
 
 
 def test_popart_forgets_what_is_long_ago():
     critic = appo.PopArt(torch.nn.Linear(4, 1))
     mask, task = torch.ones(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.int64)
-    critic.MEMORY = 10_000  # samples
     for mean in (0.0, 100.0):
-        for _ in range(200):
+        for _ in range(2000):
             critic.update(torch.randn(1000) + mean, task, mask)
     assert critic.mean.item() == pytest.approx(100, abs=0.1) and critic.std.item() == pytest.approx(1, abs=0.1)
 
@@ -561,38 +521,40 @@ def test_popart_forgets_what_is_long_ago():
 def test_popart_of_a_task_that_never_rewards():
     critic = appo.PopArt(torch.nn.Linear(4, 1))
     mask, task = torch.ones(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.int64)
-    critic.MEMORY = 2000
-    for _ in range(100):
+    for _ in range(2000):
         critic.update(torch.zeros(1000), task, mask)
     assert critic.std.item() == pytest.approx(0.01) and critic.linear.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("batches, epochs", [(1, 1), (3, 2)])
-def test_popart_gets_the_targets_of_usable_samples(tmp_path, batches, epochs):
-    """With gamma 0 and on-policy they are the rewards. Every sample counts once."""
+def test_popart_gets_the_targets_of_valid_samples(tmp_path, batches, epochs):
+    """With gamma 0 and on-policy they are the rewards. Every sample counts once, in the last epoch."""
     tasks = "rooms_watermaze,seekavoid_arena_01"
-    args, network = agent(tmp_path, env_id=tasks, encoder="convnet", rnn_type="none", gamma=0.0, learning_rate=0.0)
-    args.num_batches_per_epoch, args.num_epochs = batches, epochs
     T, B = 4, 6
-    obs, first, mask = random_pictures(T + 1, B), torch.zeros(T + 1, B, dtype=torch.bool), torch.rand(T, B) < 0.6
-    obs["task"][:, 3:] = 1
-    rewards, actions = torch.randn(T, B) + torch.tensor([100.0] * 3 + [5.0] * 3), torch.randint(0, 9, (T, B, 1))
+    args, network = agent(tmp_path, env_id=tasks, encoder="convnet", rnn_type="none", gamma=0.0, learning_rate=0.0, num_epochs=epochs,
+                          rollout=T, batch_size=T * B // batches, num_envs_per_worker=B)  # fmt: skip
+    inference = appo.Inference(args, appo.spaces_of(args), network, torch.device("cpu"))
+    inference.version, r = 200, inference.rollouts
+    for name, part in random_pictures(T + 1, B).items():
+        r.obs[name][:] = part
+    r.obs["task"][:, 3:] = 1
+    r.first[1:] = np.random.default_rng(0).random((T, B)) < 0.4
+    r.rewards[:] = torch.randn(T, B) + torch.tensor([100.0] * 3 + [5.0] * 3)
+    r.actions.random_(9)
+    r.versions[:] = 200
     with torch.no_grad():
-        logits, values, state = network(obs, first, torch.zeros(B, 0))
-        logprobs, _, _ = appo.evaluate_actions(logits[:-1], actions, network.heads)
-    rollouts = appo.Rollouts(appo.spaces_of(args), T, B, 0, torch.device("cpu"))
-    rollouts.obs, rollouts.actions, rollouts.logprobs, rollouts.values = obs, actions, logprobs, values[:-1]
-    rollouts.rewards, rollouts.versions = rewards.numpy(), np.where(mask, 200, 0)  # the others are too old
-    published = []
-    inference = SimpleNamespace(rollouts=rollouts, acting=SimpleNamespace(publish=published.append), release=len)
-    learner = appo.Learner(args, network, inference, torch.device("cpu"))
-    learner.version = 200
-    learner.iterate(np.arange(B))
-    assert len(published) == batches * epochs
+        logits, values, _ = network(r.obs, torch.from_numpy(r.first), torch.zeros(B, 0))
+        r.logprobs[:] = appo.log_prob(appo.distributions(logits[:-1], network.heads), r.actions)
+        r.values[:] = values[:-1]
+    network.normalizers["obs"].update = lambda x, valid: None  # which would change the policy
+    appo.Learner(args, network, inference).iterate([slice(0, B)])
+    assert inference.version == 200 + batches * epochs
     for k, columns in enumerate((slice(0, 3), slice(3, 6))):
-        seen, count = rewards[:, columns][mask[:, columns]], network.critic.count[k].item()
-        assert count == network.critic.START + len(seen)
+        seen, count = r.rewards[:, columns][~r.first[1:, columns]], network.critic.count[k].item()
+        assert count == 1000 + len(seen)
         assert network.critic.mean[k].item() == pytest.approx(seen.sum().item() / count, rel=1e-3)
+    acting = inference.agent.critic
+    assert torch.equal(acting.mean, network.critic.mean) and torch.equal(acting.std, network.critic.std), "they are published"
 
 
 def test_the_size_of_a_tasks_rewards_does_not_matter(tmp_path):
@@ -609,10 +571,11 @@ def test_the_size_of_a_tasks_rewards_does_not_matter(tmp_path):
         network.critic.std[7] = size
         with torch.no_grad():
             logits, values, state = network(obs, first, torch.zeros(B, 0))
-            logprobs, _, _ = appo.evaluate_actions(logits[:-1], actions, network.heads)
+            logprobs = appo.log_prob(appo.distributions(logits[:-1], network.heads), actions)
         old = values[:-1] + shift * scale[1:]
-        terminated, mask = torch.zeros(T, B, dtype=torch.bool), torch.ones(T, B, dtype=torch.bool)
-        batch = appo.Batch(obs, first, state, actions, logprobs, old, rewards * scale[1:], terminated, mask, [0])
+        batch = SimpleNamespace(obs=obs, first=first, rnn_state=state[None], actions=actions, logprobs=logprobs, values=old,
+                                rewards=rewards * scale[1:], terminated=torch.zeros(T, B, dtype=torch.bool),
+                                lags=torch.zeros(T, B, dtype=torch.int64))  # fmt: skip
         network.zero_grad()
         appo.appo_loss(args, network, batch)[0].backward()
         gradients.append([parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None])
@@ -622,55 +585,40 @@ def test_the_size_of_a_tasks_rewards_does_not_matter(tmp_path):
 def test_the_score_is_capped_after_the_mean(tmp_path):
     """A task with returns of 0 % and 300 % counts as 100 %; every other one is at 0 %."""
     args = make_args(tmp_path, env_id="dmlab_30")
-    episodes = [[[task.random, 0.0, 10.0]] * 10 for task in appo.TASKS.values()]
+    episodes = [[[task.random, 10.0]] * 10 for task in appo.TASKS.values()]
     people = next(iter(appo.TASKS.values()))
-    episodes[0] = [[people.random, 0.0, 10.0], [people.random + 3 * (people.human - people.random), 0.0, 10.0]] * 5
-    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes))
-    score, _, scalars = appo.Reporter.scores(reporter)
-    assert scalars["charts/human_normalized"] == pytest.approx(150 / 30)
-    assert scalars["charts/human_normalized_capped"] == score == pytest.approx(100 / 30)
+    episodes[0] = [[people.random, 10.0], [people.random + 3 * (people.human - people.random), 10.0]] * 5
+    metrics, score = appo.scores(args, SimpleNamespace(episodes=episodes))
+    assert metrics["charts/human_normalized"] == pytest.approx(150 / 30)
+    assert metrics["charts/human_normalized_capped"] == score == pytest.approx(100 / 30)
     episodes[3] = []
-    score, _, scalars = appo.Reporter.scores(reporter)
-    assert "charts/human_normalized_capped" not in scalars and score == -np.inf
+    assert appo.scores(args, SimpleNamespace(episodes=episodes)) == ({}, -np.inf)
 
 
 def test_the_score_of_levels_without_scores_of_people_is_the_mean_return(tmp_path):
     args = make_args(tmp_path, env_id="rooms_watermaze,seekavoid_arena_01")
-    episodes = [[[2.0, 0.0, 10.0]] * 10, []]
-    reporter = SimpleNamespace(args=args, inference=SimpleNamespace(episodes=episodes))
-    score, text, _ = appo.Reporter.scores(reporter)
-    assert (score, text) == (-np.inf, ""), "one of the tasks has no episode yet"
-    episodes[1] = [[4.0, 0.0, 10.0]] * 9
-    assert appo.Reporter.scores(reporter)[:2] == (-np.inf, "return 3.00, "), "ten of each are enough, nine are not"
-    episodes[1] = [[4.0, 0.0, 10.0]] * 10
-    score, text, scalars = appo.Reporter.scores(reporter)
-    assert (score, text) == (3.0, "return 3.00, ")
-    assert scalars["tasks/seekavoid_arena_01/episodic_return"] == 4.0 and "charts/human_normalized" not in scalars
+    episodes = [[[2.0, 10.0]] * 10, []]
+    inference = SimpleNamespace(episodes=episodes)
+    assert appo.scores(args, inference) == ({}, -np.inf), "one of the tasks has no episode yet"
+    episodes[1] = [[4.0, 10.0]] * 9
+    assert appo.scores(args, inference)[1] == -np.inf, "ten of each are enough, nine are not"
+    episodes[1] = [[4.0, 10.0]] * 10
+    metrics, score = appo.scores(args, inference)
+    assert score == metrics["charts/episodic_return"] == 3.0
+    assert metrics["tasks/seekavoid_arena_01/episodic_return"] == 4.0 and "charts/human_normalized" not in metrics
 
 
-def test_the_best_is_kept_once_scores_are_settled(tmp_path, monkeypatch):
-    clock, scores, saved = itertools.count(0.0, 40.0), [-np.inf, 1.0, 5.0, 3.0], []
-    monkeypatch.setattr(appo, "time", SimpleNamespace(**vars(time) | dict(monotonic=lambda: next(clock))))
-    monkeypatch.setattr(appo, "save_checkpoint", lambda path, learner: saved.append((path.name, learner.best_return)))
-    closed = SimpleNamespace(close=lambda: None)
-    reporter = SimpleNamespace(bar=closed, writer=closed, update=lambda metrics: scores.pop(0))
-    learner = SimpleNamespace(best_return=-float("inf"), global_step=0, version=0, iterate=lambda slots: {},
-                              collect=lambda: "slots" if scores else None)  # fmt: skip
-    appo.learn(make_args(tmp_path), tmp_path, learner, reporter)
-    assert [best for name, best in saved if name == "best.pth"] == [1.0, 5.0]
-
-
-def test_human_normalized():
-    assert appo.human_normalized("rooms_watermaze", 54) == pytest.approx(100)
-    assert appo.human_normalized("rooms_watermaze", 4.065) == pytest.approx(0)
+def test_the_score_of_one_task_is_its_return(tmp_path):
+    inference = SimpleNamespace(episodes=[[[54.0, 10.0]] * 10])
+    metrics, score = appo.scores(make_args(tmp_path), inference)
+    assert score == 54 and metrics["charts/human_normalized"] == pytest.approx(100)
 
 
 # --- runs
 
 
 RUN = ("--num-workers", "2", "--num-envs-per-worker", "2", "--rollout", "8", "--batch-size", "16",
-       "--hidden-size", "32", "--device", "cpu", "--precision", "float32", "--encoder", "convnet",
-       "--learner-threads", "1")  # fmt: skip
+       "--hidden-size", "32", "--device", "cpu", "--precision", "float32", "--encoder", "convnet")  # fmt: skip
 
 
 def with_stand_in(**variables):
@@ -693,75 +641,59 @@ def play_run(folder: Path, *flags: str, code: int = 0) -> str:
 
 
 def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
-    r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500",
+    r = run(*RUN, "--env-id", "lasertag_one_opponent_small", "--experiment", "e", "--total-timesteps", "1500", "--num-maps", "5",
             **with_stand_in(STAND_IN_COMPILE="0.3"))  # fmt: skip
     assert r.wait(90) == 0, r.text()
-    assert "1 task, 9 actions; what the engines print is in" in r.text() and "log of" not in r.text()
-    printed = (tmp_path / "e" / "engines" / "output.txt").read_text()
-    assert "log of contributed/dmlab30/lasertag_one_opponent_small" in printed
+    assert "log of" not in r.text(), "what engines print"
+    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) == 5
     newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
     checkpoint = torch.load(newest, weights_only=True)
-    assert checkpoint["agent"]["critic.count"] > appo.PopArt.START, "PopArt counts the targets"
-    episodes = len(checkpoint["episodes"][0])
-    played = next((tmp_path / "e" / "played").iterdir())
-    before = played.stat().st_size
-    assert before > 10
+    assert checkpoint["agent"]["critic.count"] > 1000, "PopArt counts the targets"
     r = run("--experiment", "e", "--total-timesteps", "2500", **with_stand_in())
     assert r.wait(90) == 0, r.text()
-    assert played.stat().st_size > before, "the resumed run plays further seeds"
-    newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
-    assert len(torch.load(newest, weights_only=True)["episodes"][0]) > episodes > 0, "means go on where they were"
+    assert not (tmp_path / "e" / "engines").exists()
     text = play_run(tmp_path / "e", "--episodes", "3", "--save-video")
     assert "3 episodes a task" in text and "% of people" in text
     assert (tmp_path / "e" / "video.mp4").stat().st_size > 1000
-    assert_gone(tmp_path / "e" / "engines")
+    assert not list((tmp_path / "engines").iterdir())
 
 
-def assert_gone(engines: Path) -> None:
-    """No temporary folder is left."""
-    deadline = time.monotonic() + 30
-    while (left := list(engines.glob("[0-9]*"))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == [] and (engines / "output.txt").exists()
-
-
-def test_a_killed_run_leaves_no_temporary_folders(run, tmp_path):
+def test_what_a_killed_run_leaves_goes_with_the_next_one(run, tmp_path):
     """Its engines hold the GIL, in resets for a second."""
     engines = tmp_path / "e" / "engines"
     r = run(*RUN, "--experiment", "e", "--total-timesteps", "1000000", **with_stand_in(STAND_IN_RESET="1"))
-    r.wait_for(lambda: "frames/s" in r.text(), 60, "the first report")
-    assert len(list(engines.glob("[0-9]*/*/dmlab*"))) == 4
+    r.wait_for(lambda: len(list(engines.glob("*/dmlab*"))) == 4, 60, "four engines")
     r.process.kill()
     r.process.wait()
-    assert_gone(engines)
+    r = run("--experiment", "e", "--total-timesteps", "1", **with_stand_in())
+    assert r.wait(60) == 0, r.text()
+    assert not engines.exists()
 
 
 def test_an_engine_that_ends_its_process_is_replaced(run, tmp_path):
     """exit(1), as for a missing map; SIGABRT, as of an error in a callback of Lua."""
     r = run(*RUN, "--experiment", "e", "--total-timesteps", "3000", **with_stand_in(STAND_IN_END=str(tmp_path)))
     assert r.wait(120) == 0, r.text()
-    assert "ended (exit code 1); starting another" in r.text() and "died of SIGABRT; starting another" in r.text()
-    assert "2 actors replaced" in r.text()
+    assert "died (exit code 1); starting another" in r.text() and "died (exit code -6); starting another" in r.text()
 
 
 def test_filling_the_cache(run, tmp_path):
     """Also by more workers than maps, and with engines that end their processes."""
     fill = functools.partial(run, script=ROOT / "benchmark" / "fill_level_cache.py")
     r = fill("--env-id", "explore_object_locations_small", "--maps", "2", "--num-workers", "3", **with_stand_in())
-    assert r.wait(60) == 0 and "2 of 2 maps are in" in r.text(), r.text()
+    assert r.wait(60) == 0 and "2 of 2 maps are in the cache" in r.text(), r.text()
     assert "Traceback" not in r.text() and len(list((tmp_path / "level_cache").glob("*.pk3"))) == 2
     tasks = "explore_object_locations_small", "lasertag_one_opponent_small"
     r = fill("--env-id", ",".join(["rooms_watermaze", *tasks]), "--maps", "18", "--num-workers", "2",
              **with_stand_in(STAND_IN_END=str(tmp_path)))  # so many that two processes start a twelfth # fmt: skip
-    assert r.wait(60) == 1 and "34 of 36 maps are in" in r.text(), r.text()
+    assert r.wait(60) == 1 and "34 of 36 maps are in the cache" in r.text(), r.text()
     assert "ended (exit code 1), and its map is left out" in r.text() and "ended (exit code -6)" in r.text()
     folder = tmp_path / "level_cache"
     texts = [f"contributed/dmlab30/{task} {seed}" for task in tasks for seed in range(18)]
     maps = {f"map_noaas_{hashlib.md5(text.encode()).hexdigest()}.pk3" for text in texts}
     found = {path.name for path in folder.glob("*.pk3")}
     assert found <= maps and len(found) == 34, "runs find them by their seeds"
-    assert_gone(folder / "engines")
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["level_cache"], "no experiment was made"
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["level_cache"], "no experiment was made, and no folder left"
     r = fill("--env-id", "rooms_watermaze", **with_stand_in())
     assert r.wait(60) == 2 and "error: --env-id rooms_watermaze generates no maps" in r.text()
 
@@ -774,7 +706,7 @@ def test_filling_the_cache_is_stopped_by_ctrl_c(run, tmp_path):
     os.killpg(r.process.pid, signal.SIGINT)
     assert r.wait(30) == 130 and "stopped" in r.text() and "Traceback" not in r.text()
     assert len(list((tmp_path / "level_cache").glob("*.pk3"))) < 100
-    assert_gone(tmp_path / "level_cache" / "engines")
+    assert not (tmp_path / "engines").exists()
 
 
 def test_every_task_is_reported(run, tmp_path):
@@ -784,18 +716,14 @@ def test_every_task_is_reported(run, tmp_path):
             "--dataset-path", "dummy", "--experiment", "e", "--total-timesteps", "9000", "--batch-size", "240",
             **with_stand_in())  # fmt: skip
     assert r.wait(120) == 0, r.text()
-    assert "30 tasks, 15 actions; what the engines print is in" in r.text()
     found = scalars(tmp_path / "e")
     assert {f"tasks/{task}/episodic_return" for task in appo.TASKS} < set(found)
-    assert {"charts/human_normalized", "charts/human_normalized_capped", "charts/compile_seconds"} < set(found)
-    printed = tmp_path / "e" / "engines" / "output.txt"
-    printed.unlink()
+    assert {"charts/human_normalized", "charts/human_normalized_capped"} < set(found)
     text = play_run(tmp_path / "e", "--episodes", "1")
     rows = [line.split()[0] for line in text.splitlines() if line.endswith("% of people")]
     assert rows == [task.test or name for name, task in appo.TASKS.items()]
-    assert {line.rpartition("/")[2] for line in printed.read_text().splitlines()} == set(rows), "each on its own level"
     assert text.splitlines()[-1].startswith("mean over tasks: ")
     text = play_run(tmp_path / "e", "--episodes", "1", "--env-id", "rooms_watermaze")
     assert text.splitlines()[-1].startswith("rooms_watermaze "), "one of those it was trained on"
-    text = play_run(tmp_path / "e", "--env-id", "seekavoid_arena_01", code=2)
+    text = play_run(tmp_path / "e", "--env-id", "seekavoid_arena_01", "--episode-seconds", "60", code=2)
     assert "was trained on dmlab_30, not on seekavoid_arena_01" in text
