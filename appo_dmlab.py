@@ -130,8 +130,8 @@ class Args:
     Sample Factory's short names, such as dmlab_benchmark. All tasks get the same number of samples if their number
     divides --num-envs-per-worker"""
     episode_seconds: float | None = None
-    """time limit of an episode: one that ends sooner was terminated. None: that of the task, which is known of the thirty
-    of DMLab-30 alone"""
+    """time limit of an episode: one that ends sooner was terminated. None: that of the task, which is known of those of
+    DMLab-30 alone"""
     extended_action_set: bool | None = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9; None: with dmlab_30
     dataset_path: str | None = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours.
@@ -1427,6 +1427,28 @@ def kill(actor):
         os.killpg(actor.pid, signal.SIGKILL)
 
 
+def scores(args: Args, inference: Inference):
+    """Metrics, as soon as each task has finished an episode, else none; and what best.pth goes by: the mean return over
+    tasks, or for several tasks, all of them of DMLab-30, that of their human-normalised returns, each capped at 100, as
+    in IMPALA. -inf before each task has ten episodes."""
+    episodes = [list(of_task.copy()) for of_task in inference.episodes]
+    if not all(episodes):
+        return {}, -np.inf
+    tasks = tasks_of(args)
+    means = np.stack([np.mean(of_task, axis=0) for of_task in episodes])  # [tasks, len(EPISODE)]
+    metrics = dict(zip((f"charts/{name}" for name in EPISODE), means.mean(0)))  # over tasks, not over episodes
+    score = metrics["charts/episodic_return"]
+    if set(tasks) <= set(TASKS):
+        human, random_actions = np.transpose([TASKS[task][:2] for task in tasks])
+        normalized = 100 * (means[:, 0] - random_actions) / (human - random_actions)
+        metrics["charts/human_normalized"] = normalized.mean()
+        metrics["charts/human_normalized_capped"] = normalized.clip(max=100).mean()
+    if len(tasks) > 1:
+        score = metrics.get("charts/human_normalized_capped", score)
+        metrics |= zip((f"tasks/{task}/episodic_return" for task in tasks), means[:, 0])
+    return metrics, score if min(map(len, episodes)) >= 10 else -np.inf
+
+
 @contextlib.contextmanager
 def running(inference: Inference, folder: Path):
     """Context with the inference thread, and the actors with their environments, whose seeds depend on the version: a
@@ -1478,28 +1500,6 @@ def running(inference: Inference, folder: Path):
             actor.join(max(0.0, deadline - time.monotonic()))
             if args.num_workers:
                 kill(actor)
-
-
-def scores(args: Args, inference: Inference):
-    """Metrics, as soon as each task has finished an episode, else none; and what best.pth goes by: the mean return over
-    tasks, or for several tasks, all of them of DMLab-30, that of their human-normalised returns, each capped at 100, as
-    in IMPALA. -inf before each task has ten episodes."""
-    episodes = [list(of_task.copy()) for of_task in inference.episodes]
-    if not all(episodes):
-        return {}, -np.inf
-    tasks = tasks_of(args)
-    means = np.stack([np.mean(of_task, axis=0) for of_task in episodes])  # [tasks, len(EPISODE)]
-    metrics = dict(zip((f"charts/{name}" for name in EPISODE), means.mean(0)))  # over tasks, not over episodes
-    score = metrics["charts/episodic_return"]
-    if set(tasks) <= set(TASKS):
-        human, random_actions = np.transpose([TASKS[task][:2] for task in tasks])
-        normalized = 100 * (means[:, 0] - random_actions) / (human - random_actions)
-        metrics["charts/human_normalized"] = normalized.mean()
-        metrics["charts/human_normalized_capped"] = normalized.clip(max=100).mean()
-    if len(tasks) > 1:
-        score = metrics.get("charts/human_normalized_capped", score)
-        metrics |= zip((f"tasks/{task}/episodic_return" for task in tasks), means[:, 0])
-    return metrics, score if min(map(len, episodes)) >= 10 else -np.inf
 
 
 def save_checkpoint(folder: Path, learner: Learner):
