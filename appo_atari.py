@@ -23,7 +23,7 @@ A deliberate edit of appo_doom.py. What differs:
 - the games (`AtariEnvs`); where a lost life ends an episode, the game goes on: scores are of whole games;
 - convolutions of Mnih et al. (2015) or of IMPALA, ReLU, CleanRL's initial gains, no recurrent core by default;
 - the entropy is rewarded, as in CleanRL, instead of the divergence from the uniform policy penalised; other defaults of
-  learning rate, clips, and the gradient's norm, CleanRL's too;
+  batch, learning rate, clips and the gradient's norm, CleanRL's too;
 - there are no engines: no look at /dev/shm, no scenarios of one's own.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
@@ -153,7 +153,7 @@ class Args:
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: int = 1024  # samples per optimiser step, about: a batch is of whole rollouts
+    batch_size: int = 256  # samples per optimiser step, about: a batch is of whole rollouts
     num_batches_per_epoch: int = 1  # batches in an iteration, about; with --sync it is one rollout of every row
     num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag

@@ -154,7 +154,7 @@ class Args:
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: int = 1024  # samples per optimiser step, fresh and replayed, about: a batch is of whole rollouts
+    batch_size: int = 256  # samples per optimiser step, fresh and replayed, about: a batch is of whole rollouts
     num_batches_per_epoch: int = 1  # batches in an iteration, about; with --sync it is one rollout of every row
     num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
