@@ -999,7 +999,8 @@ def seed_generators(seed: int):
 
 def handle_signals(inference: Inference):
     """A signal is a message to the learner, so that no update is cut in two. Starts the fork server meanwhile: it
-    ignores them, too, and so does an actor until it is in a process group of its own."""
+    ignores them, too, and so does an actor until it is in a process group of its own. Called when an environment's
+    module has been imported, which may have set handlers of its own."""
 
     def handler(*_):
         for number in SIGNALS:
@@ -1163,7 +1164,7 @@ def train(args: Args, folder: Path) -> int:
     print(f"{args.env_id}: {args.num_workers} workers, {args.num_envs} environments; files in {folder}", flush=True)
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
-    handle_signals(inference)  # now: importing an environment's module may have set others
+    handle_signals(inference)
     stopped = False
     with running(inference), own_stream(device):
         saved_at = time.monotonic()
