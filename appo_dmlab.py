@@ -90,9 +90,10 @@ import tempfile
 import threading
 import time
 import traceback
+import uuid
 import zipfile
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,8 +131,8 @@ class Args:
     Sample Factory's short names, such as dmlab_benchmark. All tasks get the same number of samples if their number
     divides --num-envs-per-worker"""
     episode_seconds: float | None = None
-    """time limit of an episode: one that ends sooner was terminated. None: that of the task, which is known of those of
-    DMLab-30 alone"""
+    """time limit that levels outside DMLab-30 have: an episode that ends sooner was terminated. None: there is no such
+    level"""
     extended_action_set: bool | None = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9; None: with dmlab_30
     dataset_path: str | None = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours.
@@ -144,7 +145,7 @@ class Args:
     test_levels: bool = False  # DMLab-30's test levels, or other maps where a task has none: for evaluate.py
     frameskip: int = 4  # engine ticks (frames) per step of the agent
     reward_scale: float = 1.0  # rewards are multiplied by this (on top of IMPALA's clip)
-    reward_clip: float = 10.0  # then clipped to +- this
+    reward_clip: float = 10.0  # then clipped to +- this; IMPALA's clip leaves -1.5 to 5
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
     train_for_seconds: float = np.inf  # stop after this many seconds of this session
@@ -177,7 +178,7 @@ class Args:
     num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
-    learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
+    learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which is slower in Doom (benchmark/README.md)
     anneal_lr: bool = False  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
@@ -291,11 +292,10 @@ def tasks_of(args: Args) -> list[str]:
 
 
 def task_of(args: Args, name: str) -> Task:
-    """Of another level than the thirty no scores are known, and it may generate maps. Raises UserError."""
-    if name not in TASKS and args.episode_seconds is None:
+    """A level that is not of DMLab-30 has no known scores, and may generate maps. Raises UserError."""
+    if name not in TASKS and not (args.episode_seconds or 0) > 0:
         raise UserError(f"--episode-seconds is missing: the time limit of {name}, which is not one of DMLab-30")
-    task = TASKS.get(name, Task(0.0, 0.0, 0.0, generated=True))
-    return task._replace(frames=60 * args.episode_seconds) if args.episode_seconds else task
+    return TASKS.get(name) or Task(0.0, 0.0, 60 * args.episode_seconds, generated=True)
 
 
 @functools.cache
@@ -364,7 +364,8 @@ def silence_engines():
 
 
 def engines_folder(args: Args) -> Path:
-    """Where engines have folders of their own. `train` removes what an earlier run has left there."""
+    """Where engines have folders of their own. `train` removes what an earlier session has left there, and `running`
+    those of engines that were killed."""
     return Path(args.train_dir, args.experiment or "", "engines").resolve()
 
 
@@ -385,13 +386,14 @@ class LevelCache:
         return False
 
     def write(self, key: str, pk3_path: str):
-        temporary = self.folder / f"{os.uname().nodename}_{os.getpid()}.tmp"
+        temporary = self.folder / f"{key}_{uuid.uuid4()}.tmp"
         try:  # under another name first: a map is whole or absent
             shutil.copyfile(pk3_path, temporary)
             os.replace(temporary, self.folder / f"{key}.pk3")
         except OSError as error:
-            gym.logger.warn(f"a map was not saved in {self.folder} ({error}); the run goes on without")
-            temporary.unlink(missing_ok=True)
+            print(f"a map was not saved in {self.folder} ({error}); the run goes on without", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 class LabEnv(gym.Env):
@@ -1334,7 +1336,7 @@ class Learner:
                 f"the loss ({loss.item()}) or its gradient is not finite: check observations and rewards, "
                 "or try a lower --learning-rate or --max-grad-norm"
             )
-        begun = self.inference.version > 0  # the first batch only initialises the inputs' statistics
+        begun = self.inference.version > 0  # the first batch only initialises statistics
         if last_epoch or not begun:  # every sample counts once
             valid = ~batch.first[1:]
             start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
@@ -1500,6 +1502,7 @@ def running(inference: Inference, folder: Path):
             actor.join(max(0.0, deadline - time.monotonic()))
             if args.num_workers:
                 kill(actor)
+        shutil.rmtree(engines_folder(args), ignore_errors=True)
 
 
 def save_checkpoint(folder: Path, learner: Learner):
@@ -1634,7 +1637,6 @@ def train(args: Args, folder: Path) -> int:
     with contextlib.suppress(AttributeError):  # it is not glibc
         for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
             ctypes.CDLL(None).mallopt(option, value)  # keeps freed memory: a third off an update on images on a CPU
-    shutil.rmtree(engines_folder(args), ignore_errors=True)
     spaces = spaces_of(args)
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device)
@@ -1645,6 +1647,7 @@ def train(args: Args, folder: Path) -> int:
         print("it is finished: raise --total-timesteps")
         return 0
     log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments; files in {folder}")
+    shutil.rmtree(engines_folder(args), ignore_errors=True)
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
     handle_signals(inference)
@@ -1666,7 +1669,6 @@ def train(args: Args, folder: Path) -> int:
             if learner.global_step:  # else nothing was learned
                 save_checkpoint(folder, learner)
             reporter.close()
-    shutil.rmtree(engines_folder(args), ignore_errors=True)  # those of engines that were killed
     end = "stopped" if stopped else "done"
     log(folder, f"{end}: {learner.global_step:,} steps, {reporter.score}; to see it play: python evaluate.py {folder}")
     return 130 if stopped else 0
@@ -1689,13 +1691,14 @@ def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
     args = tyro.cli(Args)
     if args.experiment is None:
-        args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        level = args.env_id.replace("/", "_")[:100]
+        args.experiment = f"{level}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory
     if folder.parent != Path(args.train_dir).resolve():
         raise UserError(f"--experiment {args.experiment} is not a folder in {args.train_dir}")
     if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
         saved = saved_args(folder)
-        args = tyro.cli(Args, default=saved)
+        args = tyro.cli(Args, default=replace(saved, train_dir=args.train_dir, experiment=args.experiment))
         for name, before in vars(saved).items():
             now = getattr(args, name)
             if now == before:

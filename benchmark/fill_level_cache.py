@@ -8,6 +8,7 @@ is 1. Ctrl-C stops it all, and what has been compiled stays. Levels that compile
 """
 
 import multiprocessing.connection
+import os
 import shutil
 import signal
 import sys
@@ -82,7 +83,7 @@ def fill(args: appo.Args, work: list[tuple[int, int]]) -> int:
         for process in processes:
             process.kill()
             process.join()
-        shutil.rmtree(appo.engines_folder(args), ignore_errors=True)
+        shutil.rmtree(appo.engines_folder(args).parent, ignore_errors=True)
     return done.value
 
 
@@ -93,7 +94,7 @@ def main() -> int:
             raise appo.UserError("--maps and --num-workers must be at least 1")
         workers = options.num_workers or appo.num_cores()
         args = appo.Args(env_id=options.env_id, device="cpu", num_workers=workers, train_dir=options.train_dir, level_cache=options.level_cache,
-                         episode_seconds=60.0)  # fmt: skip
+                         episode_seconds=60.0, experiment=f"fill_{os.getpid()}")  # fmt: skip
         levels = [level for level in appo.tasks_of(args) if appo.task_of(args, level).generated]
         if not levels:
             raise appo.UserError(f"--env-id {options.env_id} generates no maps")
