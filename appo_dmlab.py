@@ -273,8 +273,11 @@ SHORT_NAMES = {
 }  # fmt: skip
 # Columns: look right and down, in pixels a frame (57: a full turn takes a second); strafe right; forward; fire; jump;
 # crouch
-FORWARD, BACK, FIRE = (0, 0, 0, 1, 0, 0, 0), (0, 0, 0, -1, 0, 0, 0), (0, 0, 0, 0, 1, 0, 0)
-LEFT, RIGHT = (0, 0, -1, 0, 0, 0, 0), (0, 0, 1, 0, 0, 0, 0)
+FORWARD = (0, 0, 0, 1, 0, 0, 0)
+BACK = (0, 0, 0, -1, 0, 0, 0)
+FIRE = (0, 0, 0, 0, 1, 0, 0)
+LEFT = (0, 0, -1, 0, 0, 0, 0)
+RIGHT = (0, 0, 1, 0, 0, 0, 0)
 ACTIONS = (FORWARD, BACK, LEFT, RIGHT, *((look, 0, 0, walk, 0, 0, 0) for walk in (0, 1) for look in (-20, 20)), FIRE)
 EXTENDED_ACTIONS = (
     FORWARD, BACK, LEFT, RIGHT, *((look, 0, 0, 0, 0, 0, 0) for look in (-10, 10, -60, 60)), (0, 10, 0, 0, 0, 0, 0),
@@ -1036,10 +1039,9 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     are. A string says what went wrong. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
         os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
+        # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
         for number in SIGNALS:
-            signal.signal(
-                number, lambda *_: None
-            )  # a job's SIGTERM comes to all. SIG_IGN would be inherited by programs
+            signal.signal(number, lambda *_: None)
         if args.set_workers_cpu_affinity:
             cores = sorted(os.sched_getaffinity(0))
             if len(cores) == num_cores():  # else there is a quota, and other containers would pin to the same cores

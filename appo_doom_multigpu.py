@@ -1021,10 +1021,9 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     are. A string says what went wrong. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
         os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
+        # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
         for number in SIGNALS:
-            signal.signal(
-                number, lambda *_: None
-            )  # a job's SIGTERM comes to all. SIG_IGN would be inherited by programs
+            signal.signal(number, lambda *_: None)
         if args.set_workers_cpu_affinity:
             cores = sorted(os.sched_getaffinity(0))
             if len(cores) == num_cores():  # else there is a quota, and other containers would pin to the same cores

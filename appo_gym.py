@@ -694,10 +694,9 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     a traceback. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
         os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
+        # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
         for number in SIGNALS:
-            signal.signal(
-                number, lambda *_: None
-            )  # a job's SIGTERM comes to all. SIG_IGN would be inherited by programs
+            signal.signal(number, lambda *_: None)
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         torch.set_num_threads(1)
         seed_generators(seed)
