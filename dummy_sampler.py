@@ -86,12 +86,9 @@ def variant(options: Options):
     workers = options.num_workers or len(os.sched_getaffinity(0))
     per_worker = options.num_envs_per_worker
     of_all = dict(num_envs=workers * per_worker) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=per_worker)
+    of_all |= dict(num_policies=1) if options.family == "pbt_doom" else {}
     args = appo.Args(env_id=env_id, device="cpu", num_workers=workers, **of_all)
-    if options.family == "pbt_doom":
-        args.num_policies = 1
     try:
-        if hasattr(appo, "resolve"):  # a file with the first core
-            args = appo.resolve(args)
         appo.spaces_of(args)  # is there such an environment? starts no game
         if options.family == "dmlab":
             appo.check_levels(args)

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -79,35 +80,35 @@ def load(path: Path):
 
 def check_module_named(saved, typed: bool) -> None:
     """Raises UserError where only a saved cfg.json names a module, which would be imported. typed: the id was given."""
-    if ":" in saved.env_id and not typed:
+    module = ":" in saved.env_id or "." in saved.env_id and hasattr(saved, "num_policies")
+    if module and not getattr(saved, "cfg_path", None) and not typed:
         raise UserError(f"say --env-id {saved.env_id} (in load_agent env_id): it imports a module")
 
 
-def load_agent(folder: Path | str, device: str = "cpu", kind: str = "latest", file: Path | str | None = None, **changes):
+def load_agent(
+    folder: Path | str, device: str = "cpu", kind: str = "latest", file: Path | str | None = None, policy: int = 0, **changes
+):
     """A trained policy: the file that trained it, imported; its network; its Args, for environments in this process and
-    with the changes, such as num_envs; the step at which it was saved. kind: "latest" or "best". Raises UserError."""
+    with the changes, such as num_envs; the step at which it was saved. kind: "latest" or "best"; policy: of a
+    population. Raises UserError."""
     folder = Path(folder)
     module = load(find_file(folder, file and Path(file)))
     saved = args_of(module, folder)
     check_module_named(saved, "env_id" in changes)
-    return module, *agent_of(module, folder, kind, **asdict(saved) | dict(device=device) | changes)
+    return module, *agent_of(module, folder, kind, policy, **asdict(saved) | dict(device=device) | changes)
 
 
 def args_of(module, folder: Path):
     """What the run was started with."""
-    if hasattr(module, "load_agent"):
-        return module.Args(**module.saved_args(folder))
     saved = json.loads((folder / "cfg.json").read_text())["args"]
     if differing := saved.keys() ^ {field.name for field in fields(module.Args)}:
         raise UserError(f"{folder} is of another version of {module.__name__}.py; flags that differ: {', '.join(sorted(differing))}")
     return module.Args(**saved)
 
 
-def agent_of(module, folder: Path, kind: str, **flags):
-    if hasattr(module, "load_agent"):  # of a file with the first core
-        return module.load_agent(folder, kind, **flags)
-    splits = dict(worker_num_splits=1) if "worker_num_splits" in flags else {}
-    args = module.Args(**flags | dict(num_workers=0) | splits)
+def agent_of(module, folder: Path, kind: str, policy: int = 0, **flags):
+    alone = dict(num_workers=0, worker_num_splits=1, num_policies=1, policy_settings="{}", with_pbt=False)
+    args = module.Args(**flags | {name: value for name, value in alone.items() if name in flags})
     best = folder / "checkpoints" / "best.pth"
     if kind == "best":
         content = torch.load(best, map_location="cpu", weights_only=True) if best.exists() else None
@@ -115,6 +116,7 @@ def agent_of(module, folder: Path, kind: str, **flags):
         content = module.read_checkpoint(folder)
     if content is None:
         raise UserError(f"no {kind} checkpoint in {folder}")
+    content = content.get("policies", [content])[policy]
     agent = module.Agent(module.spaces_of(args), args)
     try:
         agent.load_state_dict(content["agent"])
@@ -193,40 +195,27 @@ class Drawing:
 
 
 class Games:
-    """The environments of one worker, and its mailbox: one interface to the files of both cores."""
+    """The environments of one worker, and its mailbox."""
 
     def __init__(self, module, args, count: int, draws: bool):
         self.mailbox = module.Mailbox(module.spaces_of(args), count)
-        self.first_core = hasattr(module, "load_agent")
-        self.arrays = self.mailbox.arrays() if self.first_core else self.mailbox.numpy()
+        self.arrays = self.mailbox.numpy()
         self.worker = module.WorkerEnvs(args, 0, self.arrays, args.seed)
-        self.rows = self.worker.rows[0] if self.first_core else self.worker.rows
         self.length = module.EPISODE.index("episodic_length")
-        if draws and not self.first_core:
+        if draws:
             self.worker.envs.close()
             self.worker.envs = module.make_envs(args, count, render_mode="rgb_array")
-        self.envs = self.worker.splits[0] if self.first_core else self.worker.envs
-
-    def reset(self) -> None:
-        self.worker.reset(0) if self.first_core else self.worker.reset()
 
     def step(self, action: np.ndarray) -> None:
-        self.arrays.action[self.rows] = action
-        self.worker.step(0) if self.first_core else self.worker.step()
-
-    def score(self) -> float:
-        """The first environment's return so far."""
-        return (self.worker.totals[0] if self.first_core else self.worker.sums)[0, 0]
+        self.arrays.action[self.worker.rows] = action
+        self.worker.step()
 
     def close(self) -> None:
-        self.envs.close()
+        self.worker.envs.close()
 
 
 def choose(module, agent, outputs: torch.Tensor, likeliest: bool) -> torch.Tensor:
     """outputs: logits [N, sum(heads)], or means and widths. Returns actions."""
-    if hasattr(module, "sample_actions"):
-        heads = [agent.heads] if hasattr(agent, "heads") else []  # actions that are numbers have none
-        return module.sample_actions(outputs, *heads, likeliest)[0]
     if not hasattr(module, "distributions"):  # a Gaussian
         return outputs.chunk(2, dim=-1)[0] if likeliest else module.draw(outputs)
     choices = module.distributions(outputs, agent.heads)
@@ -244,15 +233,15 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
     returns = [[] for _ in range(count)]
     with contextlib.ExitStack() as stack:
         games = stack.enter_context(contextlib.closing(Games(module, args, count, options.save_video or options.watch)))
-        arrays, rows, envs = games.arrays, games.rows, games.envs
-        games.reset()
+        arrays, rows, envs = games.arrays, games.worker.rows, games.worker.envs
+        games.worker.reset()
         # Only the first one is drawn, where the vector class allows it
         draw = envs.envs[0].render if hasattr(envs, "envs") else lambda: envs.render()[0]
         drawing = stack.enter_context(contextlib.closing(Drawing(options, name, envs.metadata, draw)))
         bar = stack.enter_context(tqdm(total=count * per_env, desc=name, unit=" episodes", disable=None, leave=False))
         while any(len(finished) < per_env for finished in returns):
             # An environment that has terminated may have nothing to show: Doom's picture is black then
-            if not arrays.terminated[rows][0] and not drawing.step(games.score()):
+            if not arrays.terminated[rows][0] and not drawing.step(games.worker.sums[0, 0]):
                 break
             obs = {key: part[rows].to(device)[None] for key, part in games.mailbox.obs.items()}
             outputs, _, state = agent(obs, games.mailbox.first[rows].to(device)[None], state)
@@ -349,7 +338,6 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
 # === Of appo_pbt_doom.py: several policies ============================================================================
 
 
-@torch.inference_mode()
 def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...], list[int]]:
     """Plays with checkpoints. Where a game is for one agent every policy plays `options.episodes` episodes; where it is
     for several each two policies play as many matches, half of them with their seats exchanged. Prints a table. Returns
@@ -358,45 +346,63 @@ def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...],
     folders = [Path(os.path.abspath(folder)) for folder in (options.folder, *options.opponents)]
     for folder in folders:
         name = os.path.relpath(folder, os.path.commonpath([other.parent for other in folders]))
-        for policy in options.policies or range(module.Args(**module.saved_args(folder)).num_policies):
+        saved = args_of(module, folder)
+        for policy in options.policies or range(saved.num_policies):
+            if policy not in range(saved.num_policies):
+                raise UserError(f"--policies {policy}: {folder} has policies 0 to {saved.num_policies - 1}")
             changes = asdict(args)
             if folder != folders[0]:  # of another run its own, but for these
-                changes = {key: changes[key] for key in ("device", "seed", "precision", *module.ENV)}
-            network, used, _ = module.load_agent(folder, policy, options.kind(), **changes)
+                same = ("device", "seed", "precision", "env_id", "cfg_path", "match_wad")
+                changes = asdict(saved) | {key: changes[key] for key in same}
+            network, used, _ = agent_of(module, folder, options.kind(), policy, **changes)
             names.append(f"{name}/{policy}" if options.opponents else f"{policy}")
             networks.append(network)
             frameskips.add(used.frameskip)
     if len(frameskips) > 1:
         raise UserError(f"--opponents: these were trained with different frameskips: {frameskips}")
-    spaces, seats = module.spaces_of(used), module.seats_of(used)
     if options.watch:
-        networks = networks[: min(seats, 2)]
-    table, per_env = lineups(len(networks), seats, options)
+        networks = networks[: min(module.seats_of(used), 2)]
+    table, per_env = lineups(len(networks), module.seats_of(used), options)
+    try:
+        played = play_games(module, used, options, names, networks, table, per_env)
+    except (KeyboardInterrupt, UserError, module.UserError):
+        raise
+    except BaseException:  # such as the death of an engine, for which those of the other players may wait for ever
+        traceback.print_exc()
+        os._exit(1)
+    return print_results(module.EPISODE, names, table, played)
+
+
+@torch.inference_mode()
+def play_games(module, args, options: Options, names: list[str], networks: list, table: np.ndarray, per_env: int) -> list:
+    """Returns [environment][match][seat] -> what is summed over that seat's episode, see EPISODE."""
+    seats = table.shape[1]
     # Rewards are not shaped, since the coefficients in a mailbox stay 0: scores are raw
-    mailbox = module.Mailbox(spaces, table.size, len(module.shaping_of(used.env_id, used.cfg_path)))
-    arrays, device = mailbox.arrays(), torch.device(used.device)
+    mailbox = module.Mailbox(module.spaces_of(args), table.size, len(module.shaping_of(args)))
+    arrays, device = mailbox.numpy(), torch.device(args.device)
     rows = [np.flatnonzero(table == policy) for policy in range(len(networks))]  # of each policy
     states = [torch.zeros(len(own), network.state_size, device=device) for own, network in zip(rows, networks)]
     played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its seats
-    with contextlib.ExitStack() as stack:
-        envs = module.WorkerEnvs(used, np.arange(table.size).reshape(1, *table.shape), arrays, used.seed)
-        stack.enter_context(contextlib.closing(envs))
-        envs.reset(0)
-        first = envs.splits[0].games[0]
-        title = f"{used.env_id}, policy {' against '.join(names[policy] for policy in table[0])}"
-        metadata, render = getattr(first, "metadata", {}), getattr(first, "render", None)
-        drawing = stack.enter_context(contextlib.closing(Drawing(options, title, metadata, render)))
-        bar = stack.enter_context(tqdm(total=per_env * len(table), desc="episodes", disable=None, leave=False))
+    worker = module.WorkerEnvs(args, np.arange(table.size), arrays, args.seed)
+    if options.save_video or options.watch:
+        worker.envs = module.make_envs(args, len(table), worker.shaping, render_mode="rgb_array")
+    worker.reset()
+    first = worker.envs.games[0]
+    title = f"{args.env_id}, policy {' against '.join(names[policy] for policy in table[0])}"
+    metadata, render = getattr(first, "metadata", {}), getattr(first, "render", None)
+    with (
+        contextlib.closing(Drawing(options, title, metadata, render)) as drawing,
+        tqdm(total=per_env * len(table), desc="episodes", disable=None, leave=False) as bar,
+    ):
         while min(map(len, played)) < per_env:
-            if first.agents and not drawing.step(envs.totals[0][0, 0]):
+            if not worker.envs.over[0] and not drawing.step(worker.sums[0, 0]):
                 break
             for policy, (own, network) in enumerate(zip(rows, networks)):
                 obs = {name: part[own].to(device)[None] for name, part in mailbox.obs.items()}
                 logits, _, states[policy] = network(obs, mailbox.first[own].to(device)[None], states[policy])
-                actions, _ = module.sample_actions(logits[0], network.heads, options.likeliest)
-                arrays.action[own] = actions.cpu().numpy()
-            envs.step(0)
-            for row in np.flatnonzero(arrays.episode[:, 2]):
+                arrays.action[own] = choose(module, network, logits[0], options.likeliest).cpu().numpy()
+            worker.step()
+            for row in np.flatnonzero(arrays.episode[:, 1]):  # its length
                 ended[row // seats][row % seats] = arrays.episode[row].tolist()
             for e, episodes in enumerate(ended):
                 if len(episodes) == seats:
@@ -404,7 +410,8 @@ def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...],
                         played[e].append([episodes[seat] for seat in range(seats)])
                         bar.update()
                     ended[e] = {}
-    return print_results(module.SCORES, names, table, played)
+    worker.envs.close()
+    return played
 
 
 def lineups(policies: int, seats: int, options: Options) -> tuple[np.ndarray, int]:
@@ -426,10 +433,10 @@ def lineups(policies: int, seats: int, options: Options) -> tuple[np.ndarray, in
     return table, -(-options.episodes * pairs // len(table))
 
 
-def print_results(scores: tuple[str, ...], names: list[str], table: np.ndarray, played: list) -> dict:
-    """played [environment][match][seat] -> raw return, trained return, length and `scores` of that seat's episode."""
+def print_results(sums: tuple[str, ...], names: list[str], table: np.ndarray, played: list) -> dict:
+    """played [environment][match][seat] -> `sums` of that seat's episode, raw return and length first."""
     results, episodes_of = {}, [[] for _ in names]
-    place, win, frags = (3 + scores.index(name) for name in ("place", "win", "frags"))
+    place, win, frags = (sums.index(name) for name in ("place", "win", "frags"))
     for sitting, matches in zip(table, played):
         sides = sorted(set(sitting))
         pair = tuple(names[side] for side in sides)
@@ -449,7 +456,7 @@ def print_results(scores: tuple[str, ...], names: list[str], table: np.ndarray, 
     for name, episodes in zip(names, episodes_of):
         if episodes:
             mean, std = np.mean(episodes, 0), np.std(episodes, 0)
-            text = "".join(f", {score} {value:.2f}" for score, value in zip(scores, mean[3:]) if value)
+            text = "".join(f", {score} {value:.2f}" for score, value in zip(sums[2:], mean[2:]) if value)
             print(f"policy {name}: {len(episodes)} episodes, return {mean[0]:.2f} +- {std[0]:.2f} (standard deviation)"
                   f"{text}")  # fmt: skip
     for (one, two), (wins, losses, ties) in results.items():

@@ -1,8 +1,6 @@
 """Writes a small arena for matches: one square room, so small that two players see each other nearly all the time.
 
-    python benchmark/arena.py FOLDER      # then train with --env-id duel --scenario-dir FOLDER
-
-Written under the name ssl2.wad, the one that appo_pbt_doom.py looks for in --scenario-dir for duels.
+    python benchmark/arena.py FILE.wad      # then train with --env-id duel --match-wad FILE.wad
 """
 
 import json
@@ -62,11 +60,10 @@ def wad(lumps: list[tuple[str, bytes]]) -> bytes:
     return header.pack(b"PWAD", len(lumps), header.size + len(contents)) + contents + directory
 
 
-def main(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def main(file: Path) -> None:
     lumps = [("DEHACKED", DEHACKED.encode()), ("MAP01", b""), ("TEXTMAP", textmap().encode()), ("ENDMAP", b"")]
-    (folder / "ssl2.wad").write_bytes(wad(lumps))
-    print(f"wrote {folder / 'ssl2.wad'}")
+    file.write_bytes(wad(lumps))
+    print(f"wrote {file}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def machine_and_engines() -> dict[str, str | int]:
 def used_args(folder: Path) -> dict:
     """What a run of ours was trained with; a file that has no other precision computes in float32."""
     cfg = json.loads((folder / "cfg.json").read_text())
-    return dict(precision="float32") | (cfg["resolved"] if "resolved" in cfg else cfg["args"])  # "resolved" is of the first core
+    return dict(precision="float32") | (cfg["resolved"] if "resolved" in cfg else cfg["args"])  # "resolved" is of files up to 4fd3bc9
 
 
 def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tuple[float, int, float | None]]:
@@ -114,16 +114,20 @@ def read(folder: Path):
 
 
 def read_population(folder: Path) -> list[dict]:
-    """A row for each policy at the start of a session and at each exchange: its numbers from then on."""
+    """A row for each policy at the start of a session and at each exchange: its numbers from then on. Objectives, and whose weights it
+    goes on with, are of the log."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    rows, events = {}, EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    for tag in events.Tags()["scalars"]:
-        _, name, policy = tag.split("/")
-        for event in events.Scalars(tag):
-            row = rows.setdefault((event.step, int(policy)), dict(step=event.step, policy=int(policy), weights_of=0, objective=""))
-            row[name] = int(event.value) if name == "weights_of" else float(f"{event.value:.6g}")
-    return [rows[key] for key in sorted(rows)]
+    rows = []
+    log = re.findall(r"(?:( games for )|policy (\d+) \(\w+ (\S+)\) is (?:replaced by policy (\d+))?)", (folder / "log.txt").read_text())
+    for place in sorted(folder.glob("policy_*")):
+        policy, events = int(place.name[-2:]), EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
+        own = [line for line in log if line[0] or int(line[1]) == policy]
+        names = [tag for tag in events.Tags()["scalars"] if tag.startswith("pbt/")]
+        for (_, _, objective, donor), *numbers in zip(own, *map(events.Scalars, names), strict=True):
+            row = dict(step=numbers[0].step, policy=policy, weights_of=int(donor or policy), objective=objective)
+            rows.append(row | {name.removeprefix("pbt/"): float(f"{event.value:.6g}") for name, event in zip(names, numbers)})
+    return sorted(rows, key=lambda row: (row["step"], row["policy"]))
 
 
 def write_population(out: Path, folder: Path) -> None:

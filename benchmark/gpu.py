@@ -189,18 +189,13 @@ def profile(options: Options, family: str) -> dict:
                     launches=calls(r"cu(da)?LaunchKernel\w*"), copies_and_fills=calls(r"cu(da)?Mem(cpy|set)\w*"),
                     waits=calls(r"cu(da)?(Stream|Event)Synchronize"), operators=calls(r"aten::.*"))  # fmt: skip
 
-    if parts.is_first_core(appo):
-        streams = [appo.own_stream(device, args.inference_threads, -1), appo.own_stream(device, args.learner_threads)]
-    else:
-        streams = [appo.own_stream(device, -1), appo.own_stream(device)]
+    streams = [appo.own_stream(device, -1), appo.own_stream(device)]
     if cuda:
         torch.cuda.synchronize()
     result = dict(precision=args.precision)
     for key, function, stream in zip(("inference", "learner"), (act, learn), streams):
         with stream:
             result[key] = measure(function)
-    if parts.is_first_core(appo):
-        inference.unpin()
     result["inference"]["samples"], result["learner"]["samples"] = len(groups) * parts.rows_of_group(inference), samples
     return result
 

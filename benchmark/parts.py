@@ -93,26 +93,16 @@ class Options:
 # ---- the parts of every file
 
 
-def is_first_core(appo) -> bool:
-    return hasattr(appo, "resolve")
-
-
 def build(appo, env_id: str, device: str, **flags):
     """A learner with its inference, whose rollouts and mailbox are full of random numbers."""
     args = appo.Args(env_id=env_id, device=device, **flags)
-    if is_first_core(appo):
-        args = appo.resolve(args)
     torch.manual_seed(0)
     spaces, device = appo.spaces_of(args), torch.device(args.device)
     agent = appo.Agent(spaces, args).to(device)
     inference = appo.Inference(args, spaces, agent, device)
     # With version 0 the first iteration only begins the inputs' statistics
-    if is_first_core(appo):
-        learner, mailbox = appo.Learner(args, agent, inference, device), inference.mailbox
-        learner.version = 1
-    else:
-        learner = appo.Learner(args, *([] if inference.agent is agent else [agent]), inference)
-        mailbox, inference.version, args.max_policy_lag = inference.shared_mailbox, 1, np.inf  # these rollouts never get younger
+    learner = appo.Learner(args, *([] if inference.agent is agent else [agent]), inference)
+    mailbox, inference.version, args.max_policy_lag = inference.shared_mailbox, 1, np.inf  # these rollouts never get younger
     r = inference.rollouts
     for field in (*mailbox.obs.values(), *r.obs.values()):
         if field.dtype == torch.uint8:
@@ -150,13 +140,12 @@ def acting(inference, groups: list[int] | None = None):
 def learning(appo, learner, samples: int) -> dict:
     """Name -> (samples, function)."""
     slots = np.arange(samples // learner.args.rollout)
-    version = [learner.version] if is_first_core(appo) else []
-    batch = learner.gather(slots, *version)
+    batch = learner.gather(slots)
     ones = torch.ones_like(batch.rewards)
     values = torch.zeros(len(ones) + 1, ones.shape[1], device=ones.device)
     last_epoch = [True] * (learner.update.__code__.co_argcount - 2)  # an argument where values have units of their own
     return {
-        f"gather {samples}": (samples, lambda: learner.gather(slots, *version)),
+        f"gather {samples}": (samples, lambda: learner.gather(slots)),
         f"learn {samples}": (samples, lambda: learner.update(batch, *last_epoch)),
         f"vtrace {samples}": (samples, lambda: appo.vtrace(ones, values, ones, ones, getattr(batch, "mask", ones), 1.0, 1.0, 0.95)),
     }
@@ -165,9 +154,6 @@ def learning(appo, learner, samples: int) -> dict:
 def iteration(appo, learner) -> tuple:
     """All that the learner does with the rollouts of an iteration: (samples, function)."""
     args, inference = learner.args, learner.inference
-    if is_first_core(appo):
-        slots, count = inference.rollouts.first.shape[1], args.num_batches_per_epoch * args.batch_size // args.rollout
-        return count * args.rollout, lambda: learner.iterate(np.random.permutation(slots)[:count])
     blocks = [appo.slice_of(args, i) for i in range(appo.num_blocks(args))]
     count = appo.blocks_per_iteration(args) if hasattr(appo, "blocks_per_iteration") else len(inference.pipes)
 
@@ -252,8 +238,8 @@ def match_steps(envs, actions):
 
     def play(player, action) -> bool:
         buttons = np.concatenate([press[a] for press, a in zip(player.presses, action)])
-        player.game.make_action(buttons.tolist(), player.frameskip)
-        player.tics += player.frameskip
+        player.make_action(buttons.tolist())
+        player.tics += player.args.frameskip
         if not (finished := player.game.is_episode_finished()):
             player.observation()
         return finished
@@ -372,12 +358,12 @@ def numbers_of_games(options: Options, appo, args, sampling) -> list[dict]:
 
 def small_environments(options: Options, appo, env_id: str) -> dict[str, float]:
     """Microseconds a sample of each part."""
-    n, splits = options.num_envs_per_worker, dict(worker_num_splits=1) if is_first_core(appo) else {}
-    learner = build(appo, env_id, options.device, num_workers=2, **of_each_worker(appo, n), **splits)
+    n = options.num_envs_per_worker
+    learner = build(appo, env_id, options.device, num_workers=2, **of_each_worker(appo, n))
     inference = learner.inference
     games = evaluate.Games(appo, learner.args, n, draws=False)
-    games.reset()
-    envs = games.envs
+    games.worker.reset()
+    envs = games.worker.envs
     envs.action_space.seed(1)
     actions = [envs.action_space.sample() for _ in range(100)]
     parts = {
@@ -406,8 +392,6 @@ def in_a_run(options: Options, appo, env_id: str, sync: bool) -> dict[str, float
     seconds, samples, starts = Counter(), Counter(), []
     by_itself = hasattr(appo.Args, "train_for_seconds")  # it ends after so many
     flags = of_each_worker(appo, options.num_envs_per_worker)
-    if is_first_core(appo):
-        flags |= dict(learner_threads=1, inference_threads=1)
     if by_itself:
         flags |= dict(train_for_seconds=3 * options.seconds)
 

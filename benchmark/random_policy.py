@@ -27,12 +27,12 @@ def random_returns(appo, env_id: str) -> np.ndarray:
     """[GAMES * EPISODES]"""
     count = dict(num_envs=GAMES) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=GAMES, worker_num_splits=1)
     args = appo.Args(env_id=env_id, device="cpu", num_workers=1, **count)
-    games = Games(appo, appo.resolve(args) if hasattr(appo, "resolve") else args, GAMES, draws=False)  # only the first core resolves
-    actions = games.envs.action_space
+    games = Games(appo, args, GAMES, draws=False)
+    actions = games.worker.envs.action_space
     actions.seed(1)
     returns = [[] for _ in range(GAMES)]
     try:
-        games.reset()
+        games.worker.reset()
         while min(map(len, returns)) < EPISODES:
             games.step(actions.sample().reshape(GAMES, -1))
             for episodes, episode in zip(returns, games.arrays.episode):

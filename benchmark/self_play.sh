@@ -7,10 +7,10 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-runs/self_play}")
 mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
-python "$here/arena.py" "$out/arena"
+python "$here/arena.py" "$out/arena.wad"
 appo() { python "$here/../appo_pbt_doom.py" --train-dir "$out" "$@"; }
 play() { python "$here/../evaluate.py" "$out/$1" "${@:2}"; }
-appo --experiment duel --env-id duel --scenario-dir "$out/arena" --num-policies 2 --num-workers 2 --num-envs-per-worker 8 \
+appo --experiment duel --env-id duel --match-wad "$out/arena.wad" --num-policies 2 --num-workers 2 --num-envs-per-worker 8 \
      --total-timesteps 50000
 cp -r "$out/duel" "$out/early"
 appo --experiment duel --total-timesteps 750000

@@ -21,8 +21,7 @@ def test_files_differ_as_the_table_says():
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_first_reading_needs_nothing_of_the_second_part(name):
-    """But for the two that an actor needs at its start, which belong to what the main process does; in files of the first core two others, of
-    which a docstring says where they are."""
+    """But for the two that an actor needs at its start, which belong to what the main process does."""
     tree, banner = ast.parse(TEXTS[name]), TEXTS[name].split("# A first reading ends here.")[0].count("\n") + 1
     later = set()
     for node in tree.body:
@@ -32,10 +31,7 @@ def test_a_first_reading_needs_nothing_of_the_second_part(name):
             later.add(node.name)
     first = [node for top in tree.body if top.lineno < banner for node in ast.walk(top) if isinstance(node, ast.Name)]
     needed = {node.id for node in first if isinstance(node.ctx, ast.Load)} & later
-    if "\ndef resolve(" in TEXTS[name]:  # the first core
-        assert later and needed <= {"STOP", "sum_over_ranks"}
-    else:
-        assert {"main", "train", "SIGNALS"} <= later and needed == {"SIGNALS", "seed_generators"}
+    assert {"main", "train", "SIGNALS"} <= later and needed == {"SIGNALS", "seed_generators"}
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-ALL = sorted(Path(__file__).parent.parent.glob("appo_*.py"))
-VARIANTS = [path.stem for path in ALL if "\ndef resolve(" not in path.read_text()]  # of the others: test_first_core.py
+VARIANTS = sorted(path.stem for path in Path(__file__).parent.parent.glob("appo_*.py"))
 # The policy of the others is discrete; what a Gaussian one is tested for is in test_mujoco.py
 DISCRETE = pytest.mark.parametrize("appo", [name for name in VARIANTS if name != "appo_mujoco"], indirect=True)
 WITH_VECTOR = pytest.mark.parametrize("appo", [name for name in VARIANTS if name != "appo_dmlab"], indirect=True)
-VTRACE = pytest.mark.parametrize("appo", [path.stem for path in ALL], indirect=True)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -54,7 +52,6 @@ def direct_vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam
     return vs, advantages
 
 
-@VTRACE
 @pytest.mark.parametrize("seed", range(8))
 def test_vtrace_is_the_papers_sum(appo, seed):
     rng = np.random.default_rng(seed)
@@ -64,7 +61,6 @@ def test_vtrace_is_the_papers_sum(appo, seed):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-@VTRACE
 def test_rho_and_c_are_clipped_apart(appo):
     rng = np.random.default_rng(0)
     case = random_case(rng, 6, 3)
@@ -72,7 +68,6 @@ def test_rho_and_c_are_clipped_apart(appo):
     assert not torch.allclose(vs[0], vs[1]) and not torch.allclose(vs[0], vs[2]) and not torch.allclose(vs[1], vs[2])
 
 
-@VTRACE
 def test_on_policy_vtrace_is_the_n_step_return(appo):
     T, gamma = 9, 0.9
     rewards, values = torch.randn(T, 2, dtype=torch.float64), torch.randn(T + 1, 2, dtype=torch.float64)
@@ -85,7 +80,6 @@ def test_on_policy_vtrace_is_the_n_step_return(appo):
         torch.testing.assert_close(advantages[t], expected - values[t])
 
 
-@VTRACE
 @pytest.mark.parametrize("lam", [0.0, 0.8, 0.95, 1.0])
 def test_on_policy_advantage_is_gae(appo, lam):
     rng = np.random.default_rng(3)
@@ -99,7 +93,6 @@ def test_on_policy_advantage_is_gae(appo, lam):
         torch.testing.assert_close(advantages[t], gae)
 
 
-@VTRACE
 def test_episodes_do_not_leak_into_each_other(appo):
     """Changing everything after an episode's end changes nothing before it: termination, and truncation with its ignored step."""
     rng = np.random.default_rng(5)
@@ -170,13 +163,14 @@ def make_batch(appo, agent, T=6, B=4, seed=1) -> SimpleNamespace:
         logprobs=torch.randn(T, B, generator=generator) - 2, values=torch.randn(T, B, generator=generator),
         rewards=torch.randn(T, B, generator=generator), terminated=torch.rand(T, B, generator=generator) < 0.1,
         versions=torch.zeros(T, B, dtype=torch.int64), lags=lags, gaussians=0.5 * torch.randn(T, B, 4, generator=generator),
-        logits=logits, times_replayed=torch.zeros(1, B, dtype=torch.int64),
+        logits=logits, times_replayed=torch.zeros(1, B, dtype=torch.int64), inactive=torch.rand(T + 1, B, generator=generator) < 0.1,
     )  # fmt: skip
 
 
 def used_of(appo, batch) -> torch.Tensor:
     """What the losses average over."""
-    return ~batch.first[1:] & (batch.lags < 100 if hasattr(appo.Args, "max_policy_lag") else True)
+    active = ~batch.inactive[:-1] if hasattr(appo, "Policy") else True
+    return ~batch.first[1:] & (batch.lags < 100 if hasattr(appo.Args, "max_policy_lag") else True) & active
 
 
 def loss_of(appo, args, agent, batch):
@@ -195,6 +189,14 @@ class Pipe:
         self.sent.append(blocks)
 
 
+def acting_with(appo, args, agent):
+    """What acts with a copy of the network, or with the network."""
+    if hasattr(appo, "Policy"):
+        args.num_policies = 1
+        return appo.Inference(args, agent.spaces, [agent]).policies[0]
+    return appo.Inference(args, agent.spaces, agent, torch.device("cpu"))
+
+
 def learner_of(appo, args, agent, slots=12, T=6):
     """A learner alone, and rollouts in its memory: those of `make_batch`, all by the newest version. Blocks are of three slots."""
     if hasattr(args, "num_envs"):
@@ -202,7 +204,7 @@ def learner_of(appo, args, agent, slots=12, T=6):
     else:
         args.num_envs_per_worker, args.num_workers, args.worker_num_splits = 3, slots // 3, 1
     args.rollout = T
-    inference = appo.Inference(args, agent.spaces, agent, torch.device("cpu"))
+    inference = acting_with(appo, args, agent)
     inference.rollouts = appo.Rollouts(agent.spaces, T, slots, agent.state_size, torch.device("cpu"))
     inference.learner_end = Pipe()
     batch = make_batch(appo, agent, T, slots)
@@ -210,10 +212,19 @@ def learner_of(appo, args, agent, slots=12, T=6):
         for key, part in field.items() if name == "obs" else [(None, field)]:
             value = batch.obs[key] if name == "obs" else getattr(batch, name)
             part[:] = value if torch.is_tensor(part) else value.numpy()
-    learner = appo.Learner(args, inference) if hasattr(args, "num_envs") else appo.Learner(args, agent, inference)
+    if hasattr(appo, "Policy"):
+        learner = appo.Learner(args, 0, agent, inference)
+        learner.args, learner.inference = args, inference
+    else:
+        learner = appo.Learner(args, inference) if hasattr(args, "num_envs") else appo.Learner(args, agent, inference)
     inference.version = 1  # not the first batch, which in Doom only initialises the inputs' statistics
     inference.rollouts.versions[:] = 1
     return learner
+
+
+def all_valid(rollouts) -> None:
+    for name in {"first", "inactive"} & vars(rollouts).keys():
+        getattr(rollouts, name)[:] = False
 
 
 def blocks_of(slots: int) -> list[slice]:
@@ -357,8 +368,12 @@ def test_an_epoch_deals_out_every_rollout_once(appo):
     orders = [np.concatenate([slots for slots, _ in batches[i : i + 3]]).tolist() for i in range(0, 12, 3)]
     assert len(batches) == 12 and {len(slots) for slots, _ in batches} == {4}
     assert [sorted(order) for order in orders] == [list(range(12))] * 4 and len(set(map(tuple, orders))) == 4
-    assert given == [(i >= 9, 0) for i in range(12)] and learner.inference.learner_end.sent == [blocks]
-    assert metrics["x"] == 1 and learner.global_step == (~learner.inference.rollouts.first[1:]).sum()
+    assert given == [(i >= 9, 0) for i in range(12)]
+    rollouts = learner.inference.rollouts
+    active = ~rollouts.inactive[:-1] if hasattr(appo, "Policy") else True
+    if not hasattr(appo, "Policy"):  # where several share the blocks, it is not the learner that gives them back
+        assert learner.inference.learner_end.sent == [blocks]
+    assert metrics["x"] == 1 and learner.global_step == (~rollouts.first[1:] & active).sum()
     for slots, batch in batches:
         for name, field in vars(learner.inference.rollouts).items():
             for key, part in field.items() if name == "obs" else [(None, field)]:
@@ -395,7 +410,7 @@ def test_every_step_is_a_version(appo):
 def test_the_learning_rate_falls_to_0(appo):
     args, agent = make_agent(appo, learning_rate=0.5, anneal_lr=True, total_timesteps=120)
     learner, rates = learner_of(appo, args, agent, slots=6, T=5), []
-    learner.inference.rollouts.first[:] = False
+    all_valid(learner.inference.rollouts)
     for _ in range(4):
         rates.append((learner.global_step, learner.iterate(blocks_of(6))["charts/learning_rate"]))
     assert rates == [(0, 0.5), (30, 0.375), (60, 0.25), (90, 0.125)]
@@ -442,7 +457,7 @@ def test_what_is_not_finite_ends_learning(appo):
         args, agent = make_agent(appo)
         learner = learner_of(appo, args, agent)
         rollouts = learner.inference.rollouts
-        rollouts.first[:] = False
+        all_valid(rollouts)
         learner.iterate(blocks_of(12))
         before = copy.deepcopy(agent.state_dict())
         (rollouts.obs["vector"] if name == "vector" else rollouts.rewards)[where] = number
@@ -460,7 +475,7 @@ def test_statistics_are_of_valid_samples(appo, phase, monkeypatch):
     learner = learner_of(appo, args, agent, T=32, slots=6)
     rollouts, time = learner.inference.rollouts, torch.arange(33.0)
     rollouts.obs["vector"][:] = (100 * torch.arange(6.0)[:, None] + time[:, None, None]).expand(33, 6, 3)
-    rollouts.first[:] = False
+    all_valid(rollouts)
     rollouts.first[1:9, 2] = True
     monkeypatch.setattr(torch, "randint", lambda high, size: torch.tensor(range(high)[phase]))
     learner.iterate(blocks_of(6))
@@ -526,7 +541,7 @@ def test_log_ratio_at_lag_zero(appo):
             with torch.no_grad():
                 agent.policy.weight.mul_(2 / agent(obs, first, state)[0].std((0, 1)).mean())
             args.num_workers = 1
-            policy = appo.Inference(args, agent.spaces, agent, torch.device("cpu")).agent
+            policy = acting_with(appo, args, agent).agent
             held = {name.split(".")[0] for name, x in policy.named_parameters() if x.dtype == torch.bfloat16}
             assert held == (({"images", "core"} if rnn_type != "none" else {"images"}) if precision == "bfloat16" else set())
             with torch.no_grad():
@@ -553,7 +568,7 @@ def test_every_buffer_reaches_the_acting_copy():
         args, agent = make_agent(appo)
         agent.register_buffer("own", torch.zeros(3), persistent=False)
         args.num_workers = 1
-        inference = appo.Inference(args, agent.spaces, agent, torch.device("cpu"))
+        inference = acting_with(appo, args, agent)
         if not hasattr(inference, "publish"):
             assert inference.agent is agent
             continue

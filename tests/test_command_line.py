@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tokenize
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +26,10 @@ import appo_doom
 import appo_gym
 
 SMALL = ("--num-workers", "2", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32", "--device", "cpu")
-# The others have the first core
-NEW = ["appo_gym", "appo_mujoco", "appo_doom", "appo_doom_multigpu", "appo_atari", "appo_atari_replay", "appo_dmlab"]
+NAMES = ["appo_gym", "appo_mujoco", "appo_doom", "appo_doom_multigpu", "appo_atari", "appo_atari_replay", "appo_dmlab", "appo_pbt_doom"]
 BASE = ("appo_gym", "appo_mujoco")  # without operations
 METRICS = (ROOT / "benchmark" / "METRICS.md").read_text()
 TAGS = set(re.findall(r"^\| `([a-z]+/[A-Za-z_]+)`", METRICS, re.M))
-FIRST_CORE = {"charts/episodic_return_trained", "losses/old_approx_kl", "losses/value"}  # tags of its files alone
 OPERATIONS = {"charts/FPS", "lag/masked"}  # tags that the base has not
 
 
@@ -94,7 +92,7 @@ def test_train_and_resume(run, main, tmp_path, name, game, flags):
         assert re.search(rf"^done: {step:,} steps, .*; to see it play: python evaluate.py {folder}$", text, re.M)
     cfg = json.loads((folder / "cfg.json").read_text())
     assert cfg["file"] == str(script) and (cfg["args"]["batch_size"], cfg["args"]["learning_rate"]) == (64, 0.0002)
-    assert set(found) == TAGS - FIRST_CORE - (OPERATIONS if name == "appo_gym" else set()), "the tags are those of the table"
+    assert set(found) == TAGS - (OPERATIONS if name == "appo_gym" else set()), "the tags are those of the table"
     files = {path.name for path in folder.iterdir() if "events" not in path.name}
     if name == "appo_gym":
         assert files == {"cfg.json", "latest.pth"} and "override" not in "".join(texts)
@@ -114,7 +112,7 @@ def test_same_seed_same_weights(name, game, main, tmp_path):
              "--hidden-size", 64, "--seed", 7, "--device", "cpu", "--total-timesteps", 450]  # fmt: skip
     for i in range(2):
         torch.manual_seed(i), np.random.seed(i)
-        more = ["--batch-size", 64] if name in NEW else ["--learner-threads", 1, "--inference-threads", 1]
+        more = ["--batch-size", 64]
         code, text = main(appo, "--train-dir", tmp_path, "--experiment", i, *flags, *more)
         assert code == 0, text
         ends.append(torch.load(max((tmp_path / str(i)).rglob("latest.pth" if name in BASE else "checkpoint_*")), weights_only=True))
@@ -132,7 +130,7 @@ BAD = {
     "appo_doom --num-envs-per-worker 5 --worker-num-splits 2": "--num-envs-per-worker 5 is not divisible by --worker-num-splits 2",
     "appo_doom --cfg-path nowhere.cfg": "--cfg-path nowhere.cfg: ",
     "appo_doom --num-envs-per-worker 10000000": r"/dev/shm has [\d,]+ MiB free, [\d,]+ are needed: use fewer environments",
-} | {f"{name} {flag}": sentence for name in NEW for flag, sentence in {
+} | {f"{name} {flag}": sentence for name in NAMES for flag, sentence in {
     "--device cuda:7": "--device cuda:7: .*CUDA",
     "--device gpu": "--device gpu: Expected one of cpu, cuda",
     "--learning-rate nan": "--learning-rate nan is out of range: at least 0",
@@ -158,7 +156,7 @@ def test_bad_input_gets_one_line(command, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir()), "nothing is left of it"
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", NAMES)
 def test_numbers_that_are_too_small(name, tmp_path, monkeypatch, capsys):
     appo = importlib.import_module(name)
     monkeypatch.chdir(tmp_path)
@@ -217,7 +215,7 @@ def saved(tmp_path, monkeypatch):
     return saved
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_of_another_file_or_version_is_refused(name, saved, tmp_path, capsys):
     """At the name of the file; where it lies does not matter."""
     appo, start = importlib.import_module(name), f"{tmp_path}/train_dir/e is of another file, or another version of this one: "
@@ -260,7 +258,8 @@ def test_a_runs_folder_names_no_code_to_be_run(saved, tmp_path, monkeypatch, cap
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, game in zip(NEW, ("CartPole-v1", "HalfCheetah-v5", "basic", "basic", "Breakout-v5", "Breakout-v5", "rooms_collect_good_objects_train"), strict=True):
+    for name, game in zip(NAMES, ("CartPole-v1", "HalfCheetah-v5", "basic", "basic", "Breakout-v5", "Breakout-v5", "rooms_collect_good_objects_train",
+                                 "basic"), strict=True):
         appo, folders = importlib.import_module(name), set()
         monkeypatch.setattr(sys, "argv", [f"{name}.py"])
         monkeypatch.setattr(appo.time, "time", lambda: 1234.5)
@@ -268,17 +267,6 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch
             monkeypatch.setattr(os, "getpid", lambda: process)
             folders.add(str(appo.parse_args()[1]))
         assert folders == {f"{tmp_path}/train_dir/{game}__{name}__1__1234_{process}" for process in (10, 11)}
-
-
-@pytest.mark.parametrize("name", [path.stem for path in sorted(ROOT.glob("appo_*.py")) if path.stem not in NEW])
-def test_every_number_has_a_range_in_files_of_the_first_core(name):
-    """But for a factor of either sign."""
-    appo = importlib.import_module(name)
-    kinds = {field.name: str(field.type).split(", _ArgConfig")[0] for field in fields(appo.Args)}  # of Auto, what it stands for
-    numbers = {name for name, kind in kinds.items() if re.search(r"\b(int|float)\b", kind)}
-    named = [name for names in appo.AT_LEAST.values() for name in names]
-    assert len(named) == len(set(named)) and set(named) | set(appo.AT_MOST) <= numbers
-    assert numbers - set(named) <= {"reward_scale"}
 
 
 def test_the_same_command_resumes(tmp_path, monkeypatch):
@@ -293,7 +281,7 @@ def test_the_same_command_resumes(tmp_path, monkeypatch):
     assert args.cfg_path == str(tmp_path / "own.cfg") and appo_doom.parse_args() == (args, folder)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", NAMES)
 def test_mistyped_flag(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--num-worker", "2"])
     with pytest.raises(SystemExit) as error:
@@ -332,7 +320,7 @@ def test_every_flag_is_read_and_explained(path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         importlib.import_module(path.stem).main()
     shown = capsys.readouterr().out
-    assert end.value.code == 0 and ("(default: None)" not in shown or path.stem in NEW)
+    assert end.value.code == 0
     options = [" ".join(text.replace("│", " ").split()) for text in re.split(r"\n[│ ]+--(?=\w)", shown)]
     for name, (text,) in helps.items():
         (option,) = [option for option in options if re.match(rf"{name.replace('_', '-')}[ ,]", option)]
@@ -347,14 +335,10 @@ def test_sections_stand_in_order(path):
     assert {len(line) for line in re.findall(r"^# ===.*", path.read_text(), re.M)} == {120}
     ranks = ["Ranks"] if path.stem == "appo_doom_multigpu" else []
     more = ["Population"] if path.stem == "appo_pbt_doom" else []
-    if path.stem in NEW:
-        order = ["Args", *ranks, "Environment", "Agent", "V-trace and the loss", "Mailbox and rollouts", "Actor", "Inference", "Learner", "Run"]
-    else:
-        order = ["Args", "Environment", "Mailbox and rollouts", "Agent", "V-trace and the loss", "Actor", "Inference", "Learner",
-                 "Actors and signals", "Checkpoints", *more, "Main"]  # fmt: skip
+    order = ["Args", *ranks, "Environment", "Agent", "V-trace and the loss", "Mailbox and rollouts", "Actor", "Inference", "Learner", *more, "Run"]
     assert banners == order
     first, later = re.split("^# A first reading ends here.*", path.read_text(), flags=re.M)
-    assert "# === Learner" in first and re.match(r"\s*# === (Run|Actors and signals) =", later)
+    assert "# === Learner" in first and re.match(r"\s*# === Run =", later)
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
@@ -405,10 +389,6 @@ def test_a_containers_quota_means_fewer_workers(name, cgroup, quota):
         cgroup["cpu.max"] = quota
     appo = importlib.import_module(name)
     args = appo.Args(device="cpu", precision="float32")
-    if name not in NEW:
-        args = appo.resolve(args)
-        assert args.learner_threads + args.inference_threads <= max(2, args.num_workers)
-        assert args.set_workers_cpu_affinity == (args.num_workers == 8), "beside a quota other containers see, and pin to, the same cores"
     assert args.num_workers == QUOTAS[quota]
 
 

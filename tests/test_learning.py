@@ -7,7 +7,6 @@ import re
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from edited import REPORTS, edited
 
 
@@ -83,33 +82,12 @@ FILES = {
     "appo_gym": (dict(memory=True, image=False, heads=True), dict(num_envs=16, rollout=16, rnn_type="gru", hidden_size=64), 8000),
     "appo_doom": (dict(memory=True, heads=True), dict(batch_size=64), 10_000),
     "appo_doom_multigpu": (dict(memory=True, image=False, heads=True), dict(batch_size=64), 12_000),
-    "appo_pbt_doom": (dict(memory=True, image=False), dict(num_policies=1), 12_000),
+    "appo_pbt_doom": (dict(memory=True, image=False, heads=True), dict(num_policies=1, batch_size=64), 12_000),
     "appo_atari": (dict(memory=False, heads=True), dict(batch_size=64), 8000),
     "appo_atari_replay": (dict(memory=False, heads=True), dict(batch_size=128, replay_rollouts=100), 8000),
     "appo_dmlab": (dict(memory=True, heads=True, more=LAB), dict(batch_size=64, encoder="convnet"), 12_000),
     "appo_mujoco": (dict(memory=False, image=False, continuous=True), dict(num_envs=16, rollout=16, hidden_size=64), 12_000),
 }  # fmt: skip
-
-
-def learn_here(appo, args) -> list:
-    """What `train` does with processes of its own for each policy, for one policy in this thread. Returns the last episodes."""
-    args, device = appo.resolve(args), torch.device("cpu")
-    torch.manual_seed(args.seed)
-    share, spaces = appo.share_of(args), appo.spaces_of(args)
-    agent, mailbox = appo.Agent(spaces, share), appo.Mailbox(spaces, args.num_envs_per_worker, 0)
-    inference = appo.Inference(share, spaces, agent, device, mailbox)
-    learner, slots = appo.Learner(share, agent, inference, device), []
-    envs = appo.WorkerEnvs(args, np.arange(args.num_envs_per_worker).reshape(1, -1, 1), inference.arrays, args.seed)
-    envs.reset(0)
-    while learner.global_step < args.total_timesteps:
-        while not inference.serve([0]):
-            while not inference.full.empty():
-                slots.extend(inference.full.get()[0])
-            count = share.batch_size // share.rollout
-            learner.iterate(np.array(slots[:count]))
-            slots = slots[count:]
-        envs.step(0)
-    return list(inference.episodes)
 
 
 def keeping(init, kept: list):
@@ -124,23 +102,17 @@ def keeping(init, kept: list):
 def test_every_file_learns(name, tmp_path, monkeypatch):
     appo = importlib.import_module(name)
     env, flags, steps = FILES[name]
-    monkeypatch.setattr(appo, "make_envs", lambda args, num_envs, **options: Echo(num_envs, **env))
+    monkeypatch.setattr(appo, "make_envs", lambda args, num_envs, *shaping, **options: Echo(num_envs, **env))
     monkeypatch.setattr(appo, "check_levels", lambda args: None, raising=False)  # DeepMind Lab's engine is not asked for
-    several = hasattr(appo, "train_policy")
-    small = dict(num_workers=int(several), rollout=8, hidden_size=256, sync=True, device="cpu", train_dir=str(tmp_path), experiment="e")
+    small = dict(num_workers=0, rollout=8, hidden_size=256, sync=True, device="cpu", train_dir=str(tmp_path), experiment="e")
     if not hasattr(appo.Args, "num_envs"):
         small |= dict(num_envs_per_worker=8, worker_num_splits=1)
-    if hasattr(appo, "resolve"):
-        small |= dict(learner_threads=1, inference_threads=1)
     args = appo.Args(**small | flags, total_timesteps=steps)
     gc.collect()
-    if several:
-        monkeypatch.setattr(appo, "seats_of", lambda args: 1)
-        episodes = learn_here(appo, args)
-    else:
-        monkeypatch.setattr(appo.Inference, "__init__", keeping(appo.Inference.__init__, kept := []))
-        assert appo.train(args, tmp_path / "e") == 0
-        episodes = list(kept[0].episodes[0] if name == "appo_dmlab" else kept[0].episodes)
+    owner = getattr(appo, "Policy", appo.Inference)
+    monkeypatch.setattr(owner, "__init__", keeping(owner.__init__, kept := []))
+    assert appo.train(args, tmp_path / "e") == 0
+    episodes = list(kept[0].episodes[0] if name == "appo_dmlab" else kept[0].episodes)
     assert len(episodes) == 100 and np.mean(episodes, axis=0)[0] > 0.65, "random actions have a third"
 
 
