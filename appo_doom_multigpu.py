@@ -1156,6 +1156,16 @@ class Inference:
         self.end = error
         self.full.put(None)
 
+    def next_full(self):
+        """For the learner. Waits for a block; before the first update it says every five seconds how far it is."""
+        while self.version == 0:
+            before = self.counts["rows"]
+            with contextlib.suppress(queue.Empty):
+                return self.full.get(timeout=5)
+            now = self.counts["rows"]
+            tqdm.write(f"waiting for the first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
+        return self.full.get()
+
     def receive(self, pipe):
         """Takes a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError."""
         if pipe is self.returned:
@@ -1265,7 +1275,7 @@ class Learner:
         start = time.perf_counter()
         blocks = []
         for _ in range(blocks_per_iteration(self.args)):
-            blocks.append(self.inference.full.get())
+            blocks.append(self.inference.next_full())
             if self.inference.end:
                 raise self.inference.end
         self.inference.counts["learner"] += time.perf_counter() - start
@@ -1525,7 +1535,6 @@ def load_checkpoint(folder: Path, learner: Learner):
     learner.inference.publish(content["version"])
     learner.global_step = content["global_step"]
     learner.best_return = content["best_return"]
-    log(folder, f"resuming {folder} at step {learner.global_step:,}")
 
 
 class Reporter:
@@ -1545,11 +1554,12 @@ class Reporter:
             initial=learner.global_step,
             dynamic_ncols=True,
             disable=None,
-            bar_format="{percentage:.0f}%{bar}{remaining}{postfix}",
+            smoothing=0,
+            bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
         self.metrics = {}  # of the last iteration
         self.score = "no episode has ended"
-        self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
+        self.first = self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
 
     def update(self, metrics):
         """Called after every iteration, with its metrics. Reports every `SECONDS`."""
@@ -1579,13 +1589,14 @@ class Reporter:
             self.score = f"return {scalars['charts/episodic_return']:.2f}"
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, self.learner.global_step)
-        if change["blocks"] >= change["learner"]:
-            bottleneck = "learner"
-        elif change["requests"] > seconds / 2:
-            bottleneck = "environments"
+        total = now - self.first  # of the session: it does not change with every report
+        if total["blocks"] >= total["learner"]:
+            limit = "learner"
+        elif total["requests"] > total["seconds"] / 2:
+            limit = "environments"
         else:
-            bottleneck = "inference"
-        text = f"{self.score}, {fps:,.0f} frames/s, lag {self.metrics['lag/mean']:.1f}, bottleneck: {bottleneck}"
+            limit = "inference"
+        text = f"{self.score}, {fps:,.0f} frames/s, lag {self.metrics['lag/mean']:.1f}, limit: {limit}"
         self.bar.set_postfix_str(text)
         log(self.folder, f"step {self.learner.global_step:,}: {text}", show=self.bar.disable)
 
@@ -1637,7 +1648,8 @@ def train(args: Args, folder: Path) -> int:
     if learner.global_step >= args.total_timesteps:
         print("it is finished: raise --total-timesteps")
         return 0
-    log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments; files in {folder}")
+    place = f"resuming {folder} at step {learner.global_step:,}" if learner.global_step else f"a new run in {folder}"
+    log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments; {place}")
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     if rank == 0:
         (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
@@ -1662,7 +1674,13 @@ def train(args: Args, folder: Path) -> int:
                 save_checkpoint(folder, learner)
             reporter.close()
     end = "stopped" if stopped else "done"
-    log(folder, f"{end}: {learner.global_step:,} steps, {reporter.score}; to see it play: python evaluate.py {folder}")
+    lines = [
+        f"{end}: {learner.global_step:,} steps, {reporter.score}",
+        f"play: python evaluate.py {folder}",
+        f"curves: tensorboard --logdir {folder}",
+        f"go on: the same command with --experiment {args.experiment}, after its end with a larger --total-timesteps",
+    ]
+    log(folder, "\n".join(lines if learner.global_step else lines[:1]))
     return 130 if stopped else 0
 
 
@@ -1682,7 +1700,7 @@ def saved_args(folder: Path) -> Args:
 @from_first_rank
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.experiment is None:
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
             raise UserError(

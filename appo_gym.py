@@ -793,6 +793,16 @@ class Inference:
         self.end = error
         self.full.put(None)
 
+    def next_full(self):
+        """For the learner. Waits for a block; before the first update it says every five seconds how far it is."""
+        while self.version == 0:
+            before = self.counts["rows"]
+            with contextlib.suppress(queue.Empty):
+                return self.full.get(timeout=5)
+            now = self.counts["rows"]
+            tqdm.write(f"waiting for the first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
+        return self.full.get()
+
     def receive(self, pipe):
         """Takes a worker's request, or blocks from the learner: LEARNING -> FREE. Raises UserError."""
         if pipe is self.returned:
@@ -891,7 +901,7 @@ class Learner:
         start = time.perf_counter()
         blocks = []
         for _ in self.inference.pipes:  # as many as there are workers; a fast one may come twice
-            blocks.append(self.inference.full.get())
+            blocks.append(self.inference.next_full())
             if self.inference.end:
                 raise self.inference.end
         self.inference.counts["learner"] += time.perf_counter() - start
@@ -1080,7 +1090,6 @@ def load_checkpoint(folder: Path, learner: Learner):
     learner.optimizer.load_state_dict(content["optimizer"])
     learner.inference.version = content["version"]
     learner.global_step = content["global_step"]
-    print(f"resuming {folder} at step {learner.global_step:,}")
 
 
 class Reporter:
@@ -1099,7 +1108,8 @@ class Reporter:
             initial=learner.global_step,
             dynamic_ncols=True,
             disable=None,
-            bar_format="{percentage:.0f}%{bar}{remaining}{postfix}",
+            smoothing=0,
+            bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
         self.metrics = {}  # of the last iteration
         self.score = "no episode has ended"
@@ -1131,7 +1141,7 @@ class Reporter:
             self.score = f"return {scalars['charts/episodic_return']:.2f}"
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, self.learner.global_step)
-        text = f"{self.score}, {sps:,.0f} steps/s, lag {self.metrics['lag/mean']:.1f}, the learner waits {waits:.0%}"
+        text = f"{self.score}, {sps:,.0f} steps/s, lag {self.metrics['lag/mean']:.1f}, learner waits {waits:.0%}"
         self.bar.set_postfix_str(text)
         if self.bar.disable:  # there is no terminal
             print(f"step {self.learner.global_step:,}: {text}", flush=True)
@@ -1160,7 +1170,8 @@ def train(args: Args, folder: Path) -> int:
     if learner.global_step >= args.total_timesteps:
         print("it is finished: raise --total-timesteps")
         return 0
-    print(f"{args.env_id}: {args.num_workers} workers, {args.num_envs} environments; files in {folder}", flush=True)
+    place = f"resuming {folder} at step {learner.global_step:,}" if learner.global_step else f"a new run in {folder}"
+    print(f"{args.env_id}: {args.num_workers} workers, {args.num_envs} environments; {place}", flush=True)
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
     handle_signals(inference)
@@ -1181,7 +1192,13 @@ def train(args: Args, folder: Path) -> int:
                 save_checkpoint(folder, learner)
             reporter.close()
     end = "stopped" if stopped else "done"
-    print(f"{end}: {learner.global_step:,} steps, {reporter.score}; to see it play: python evaluate.py {folder}")
+    lines = [
+        f"{end}: {learner.global_step:,} steps, {reporter.score}",
+        f"play: python evaluate.py {folder}",
+        f"curves: tensorboard --logdir {folder}",
+        f"go on: the same command with --experiment {args.experiment}, after its end with a larger --total-timesteps",
+    ]
+    print("\n".join(lines if learner.global_step else lines[:1]))
     return 130 if stopped else 0
 
 
@@ -1201,7 +1218,7 @@ def saved_args(folder: Path) -> Args:
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
     sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory

@@ -638,8 +638,9 @@ class DoomMatch:
         if self.scenario.match and not self.players[0].game.is_running():
             self.start(seed)
         observations = [observation for observation, _ in self.together(functools.partial(DoomEnv.reset, seed=seed))]
-        for command in ["removebots"] * bool(self.scenario.bots) + ["addbot"] * self.scenario.bots:
-            self.players[0].game.send_game_command(command)
+        if self.scenario.bots:
+            for command in ("removebots", *["addbot"] * self.scenario.bots):
+                self.players[0].game.send_game_command(command)
         self.agents = self.possible_agents
         shaping = (options or {}).get("shaping", {})
         for agent, player in zip(self.agents, self.players):
@@ -1488,6 +1489,16 @@ class Inference:
         self.end = error
         self.full.put(None)
 
+    def next_full(self):
+        """For the learner. Waits for a block; before the first update it says every five seconds how far it is."""
+        while self.policies[0].version == 0:
+            before = self.counts["rows"]
+            with contextlib.suppress(queue.Empty):
+                return self.full.get(timeout=5)
+            now = self.counts["rows"]
+            tqdm.write(f"waiting for the first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
+        return self.full.get()
+
     def receive(self, pipe):
         """Takes a group's request, or blocks from the learners: LEARNING -> FREE. Raises UserError."""
         if pipe is self.returned:
@@ -1549,7 +1560,7 @@ def collect(inference: Inference) -> list[slice]:
     start = time.perf_counter()
     blocks = []
     for _ in range(blocks_per_iteration(inference.args)):
-        blocks.append(inference.full.get())
+        blocks.append(inference.next_full())
         if inference.end:
             raise inference.end
     inference.counts["learner"] += time.perf_counter() - start
@@ -1689,10 +1700,8 @@ class Population:
         learners = self.learners
         step = min(learner.global_step for learner in learners)
         episodes = [learner.policy.episodes.copy() for learner in learners]
-        if (
-            step < max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps)
-            or min(map(len, episodes)) < 100
-        ):
+        due = max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps)
+        if step < due or min(map(len, episodes)) < 100:
             return []
         self.exchanged = step
         column = EPISODE.index(args.pbt_target_objective)
@@ -1700,21 +1709,21 @@ class Population:
         order = sorted(learners, key=lambda learner: objectives[learner.number], reverse=True)
         k = min(math.ceil(args.pbt_replace_fraction * len(order)), len(order) // 2)
         best = order[:k]
+        worst = order[len(order) - k :]
         lines = []
         for learner in learners:
             mine = objectives[learner.number]
-            text = f"policy {learner.number} ({args.pbt_target_objective} {mine:.2f}) is kept"
-            if learner in order[-k:]:
+            kind = "kept" if learner in best or learner.number == 0 else "mutated"
+            if learner in worst:
                 donor = self.rng.choice(best)
                 its = objectives[donor.number]
                 if its - mine > args.pbt_replace_reward_gap * max(abs(its), abs(mine)):
                     learner.become(donor)
                     self.give(learner, self.genes(donor))
-                    text = text.replace("kept", f"replaced by policy {donor.number} ({its:.2f})")
-            if learner not in best and learner.number:
+                    kind = f"replaced by policy {donor.number} ({its:.2f})"
+            if kind != "kept" and learner.number > 0:
                 self.give(learner, self.mutated(learner))
-                text = text.replace("kept", "mutated")
-            lines.append(text)
+            lines.append(f"policy {learner.number} ({args.pbt_target_objective} {mine:.2f}) is {kind}")
         return lines
 
 
@@ -1947,7 +1956,6 @@ def load_checkpoint(folder: Path, population: Population):
         population.give(learner, genes)
     population.exchanged = content["exchanged"]
     population.best_return = content["best_return"]
-    log(folder, f"resuming {folder} at step {mean_step(population.learners):,}")
 
 
 class Reporter:
@@ -1974,11 +1982,12 @@ class Reporter:
             initial=mean_step(self.learners),
             dynamic_ncols=True,
             disable=None,
-            bar_format="{percentage:.0f}%{bar}{remaining}{postfix}",
+            smoothing=0,
+            bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
         self.metrics = []  # of each policy's last iteration
         self.score = "no episode has ended"
-        self.last = self.now()
+        self.first = self.last = self.now()
         self.write_genes()
 
     def now(self):
@@ -2026,14 +2035,15 @@ class Reporter:
                 writer.add_scalar(tag, value, learner.global_step)
         if scores:
             self.score = f"{self.args.pbt_target_objective.removeprefix('episodic_')} {', '.join(scores)}"
-        if change["blocks"] >= change["learner"]:
-            bottleneck = "learner"
-        elif change["requests"] > seconds / 2:
-            bottleneck = "environments"
+        total = now - self.first  # of the session: it does not change with every report
+        if total["blocks"] >= total["learner"]:
+            limit = "learner"
+        elif total["requests"] > total["seconds"] / 2:
+            limit = "environments"
         else:
-            bottleneck = "inference"
+            limit = "inference"
         lag = np.mean([metrics["lag/mean"] for metrics in self.metrics])
-        text = f"{self.score}, {fps:,.0f} frames/s, lag {lag:.1f}, bottleneck: {bottleneck}"
+        text = f"{self.score}, {fps:,.0f} frames/s, lag {lag:.1f}, limit: {limit}"
         self.bar.set_postfix_str(text)
         log(self.folder, f"step {mean_step(self.learners):,}: {text}", show=self.bar.disable)
 
@@ -2083,8 +2093,10 @@ def train(args: Args, folder: Path) -> int:
         print("it is finished: raise --total-timesteps")
         return 0
     games = max(1, args.num_workers) * args.num_envs_per_worker
+    step = mean_step(learners)
+    place = f"resuming {folder} at step {step:,}" if step else f"a new run in {folder}"
     text = f"{args.num_policies} policies, {args.num_workers} workers, {games} games for {seats_of(args)}"
-    log(folder, f"{args.env_id}: {text}; files in {folder}")
+    log(folder, f"{args.env_id}: {text}; {place}")
     for learner in learners:
         wait_for(learner.device)  # the above ran in the default stream, in which the learners stay
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
@@ -2112,7 +2124,13 @@ def train(args: Args, folder: Path) -> int:
                 save_checkpoint(folder, population)
             reporter.close()
     end = "stopped" if stopped else "done"
-    log(folder, f"{end}: {mean_step(learners):,} steps, {reporter.score}; to see it play: python evaluate.py {folder}")
+    lines = [
+        f"{end}: {mean_step(learners):,} steps, {reporter.score}",
+        f"play: python evaluate.py {folder}",
+        f"curves: tensorboard --logdir {folder}",
+        f"go on: the same command with --experiment {args.experiment}, after its end with a larger --total-timesteps",
+    ]
+    log(folder, "\n".join(lines if mean_step(learners) else lines[:1]))
     return 130 if stopped else 0
 
 
@@ -2131,7 +2149,7 @@ def saved_args(folder: Path) -> Args:
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory

@@ -2,7 +2,7 @@
 
     python carry.py                                     # into each of our files, what changed in its base since HEAD
     python carry.py --update ../mine/my_file.py         # what we changed since you copied it; writes my_file_updated.py
-    python carry.py --add appo_pbt_doom.py my_file.py   # what that file changes in its base; writes my_file_pbt.py
+    python carry.py --add appo_doom_multigpu.py my_file.py    # what that file changes in its base; my_file_multigpu.py
 
 Your file is never touched. Its line `# appo_doom.py $Id$` says what it is a copy of; git writes the version into it on
 checkout (.gitattributes). Update before you add. Where both sides changed the same lines, these stand between conflict
@@ -85,7 +85,8 @@ def carry(since: str | None) -> bool:
     """Carries what changed in each base since a commit into the edits of it; returns whether there are conflicts.
 
     Which text of its base a file has got is noted in git's folder until the next commit, so that conflicts which were
-    resolved do not come again. With `since`, all is carried anew."""
+    resolved do not come again; but a file that is as in HEAD has got nothing: what was carried was thrown away. With
+    `since`, all is carried anew."""
     head, note = git("rev-parse", "HEAD").strip(), ROOT / git("rev-parse", "--git-path", "carry.json").strip()
     carried = json.loads(note.read_text(encoding="utf-8")) if note.exists() and not since else {}
     if carried.get("head") != head:
@@ -95,6 +96,8 @@ def carry(since: str | None) -> bool:
         if not ((ROOT / file).exists() and (ROOT / base).exists()):
             continue
         text, new = ((ROOT / name).read_text(encoding="utf-8") for name in (file, base))
+        if ID.sub("", text) == ID.sub("", git("show", f"HEAD:./{file}", otherwise="")):
+            carried.pop(file, None)
         if conflicts(new):
             print(f"{file}: not touched, because {base} has conflicts")
             left = True
@@ -157,6 +160,9 @@ def into_copy(path: Path, variant: str | None, of: str | None) -> bool:
     if (target := path.with_name(f"{path.stem}_{added}.py")).exists():
         refuse(f"{target} exists; rename or remove it first")
     merged = merge(text, old, new, (path.name, *labels), line)
+    if ID.sub("", merged) == ID.sub("", text):
+        print(f"{path}: nothing new in {name}")
+        return False
     target.write_text(merged, encoding="utf-8")
     return report(str(target), f"changes of {name} carried", merged)
 

@@ -48,8 +48,22 @@ class Options:
     def kind(self) -> str:
         return "best" if self.best else "latest"
 
+    def __post_init__(self):
+        self.interrupted = False
+
+    @contextlib.contextmanager
+    def until_interrupted(self):
+        """Ctrl-C ends what is in this context, and what was played until then is shown."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
+
     def actions(self) -> str:
         return ("likeliest" if self.likeliest else "sampled") + " actions"
+
+
+MOST_STEPS = 200_000  # of an episode; Atari's are over after 27,000
 
 
 class UserError(Exception):
@@ -60,7 +74,9 @@ def find_file(folder: Path, file: Path | None) -> Path:
     """The file that trained the run in a folder. Raises UserError."""
     cfg = folder / "cfg.json"
     if not cfg.exists():
-        raise UserError(f"there is no run in {folder}: it has no cfg.json")
+        near = Path("train_dir", folder.name)
+        hint = f"; did you mean {near}?" if (near / "cfg.json").exists() else ""
+        raise UserError(f"there is no run in {folder}: it has no cfg.json{hint}")
     name = Path(json.loads(cfg.read_text()).get("file", "")).name
     for path in [file] if file else [Path(__file__).parent / name, Path(name)]:
         if path.is_file():
@@ -132,20 +148,16 @@ class Drawing:
     VIDEO_SECONDS, WINDOW = 60, (1280, 720)  # at most: seconds; width and height, except for pictures that are larger
 
     def __init__(self, options: Options, name: str, metadata: dict, draw):
-        """metadata: the environment's, which has been reset; draw(): its picture, uint8 [height, width, 3]. Raises
-        UserError."""
+        """metadata: the environment's, which has been reset; draw(): its picture, uint8 [height, width, 3] or grey.
+        Raises UserError."""
         self.name, self.draw, self.fps = name, draw, metadata.get("render_fps") or 30
-        self.video = self.window = None
+        self.video = self.window = self.last = None
         self.frames = 0
         if not options.save_video and not options.watch:
             return
-        try:
-            picture, problem = draw(), 'its render() returns no picture; was it made with render_mode="rgb_array"?'
-        except Exception as error:  # of any type
-            picture, problem = None, repr(error)
-        if getattr(picture, "ndim", 0) != 3:
-            raise UserError(f"{name} cannot draw itself: {problem}")
-        height, width, _ = picture.shape
+        if not isinstance(self.fps, int | float):
+            raise UserError(f"{name} has render_fps {self.fps!r}, which is no number")
+        height, width, _ = self.picture().shape
         if options.save_video:
             import imageio.v2 as imageio
 
@@ -165,13 +177,33 @@ class Drawing:
                 raise UserError(f"--watch cannot open a window: {error}") from None
             self.pygame, self.clock = pygame, pygame.time.Clock()
 
-    def step(self, score: float) -> bool:
-        """Draws the environment as it is now; in the window until the next step is due. score: the return so far.
-        Returns False when the window was closed."""
-        record = self.video is not None and self.frames < self.VIDEO_SECONDS * self.fps
+    def picture(self) -> np.ndarray:
+        """As the environment is now, uint8 [height, width, 3]. Raises UserError."""
+        try:
+            picture, problem = self.draw(), 'its render() returns no picture; was it made with render_mode="rgb_array"?'
+        except Exception as error:  # of any type
+            picture, problem = None, repr(error)
+        if getattr(picture, "ndim", 0) == 2:
+            picture = np.stack([picture] * 3, -1)
+        if getattr(picture, "ndim", 0) != 3:
+            raise UserError(f"{self.name} cannot draw itself: {problem}")
+        picture = np.broadcast_to(picture, (*picture.shape[:2], 3))
+        if self.last is not None and picture.shape != self.last.shape:
+            raise UserError(f"{self.name} draws pictures of different sizes, {self.last.shape[:2]} and {picture.shape[:2]}")
+        self.last = picture
+        return picture
+
+    def recording(self) -> bool:
+        return self.video is not None and self.frames < self.VIDEO_SECONDS * self.fps
+
+    def step(self, score: float, ended: bool) -> bool:
+        """Draws the environment as it is now; in the window until the next step is due. score: the return so far. Where
+        it has ended for good it may have nothing to show (Doom's picture is black): the window shows the last picture
+        once more. Returns False when the window was closed."""
+        record = self.recording() and not ended
         if not record and self.window is None:
             return True
-        picture = self.draw()
+        picture = self.last if ended else self.picture()
         if record:
             self.video.append_data(picture)
             self.frames += 1
@@ -194,6 +226,16 @@ class Drawing:
             self.pygame.display.quit()
 
 
+def drawn_envs(module, args, count: int, *shaping):
+    """Environments that can draw themselves. Raises UserError."""
+    try:
+        return module.make_envs(args, count, *shaping, render_mode="rgb_array")
+    except TypeError as error:
+        if "render_mode" not in str(error):
+            raise
+        raise UserError(f"{args.env_id} cannot draw itself: it takes no render_mode") from None
+
+
 class Games:
     """The environments of one worker, and its mailbox."""
 
@@ -204,7 +246,7 @@ class Games:
         self.length = module.EPISODE.index("episodic_length")
         if draws:
             self.worker.envs.close()
-            self.worker.envs = module.make_envs(args, count, render_mode="rgb_array")
+            self.worker.envs = drawn_envs(module, args, count)
 
     def step(self, action: np.ndarray) -> None:
         self.arrays.action[self.worker.rows] = action
@@ -224,14 +266,16 @@ def choose(module, agent, outputs: torch.Tensor, likeliest: bool) -> torch.Tenso
 
 @torch.inference_mode()
 def play(module, agent, args, options: Options, name: str) -> list[float]:
-    """Plays `options.episodes` episodes in the environments of one worker, and draws the first of them. Returns their
-    raw returns, fewer where the window was closed."""
+    """Plays `options.episodes` episodes in the environments of one worker, and draws the first of them, for a minute if
+    there is a video. Returns their raw returns, fewer where the window was closed, or by Ctrl-C."""
     count, device = getattr(args, "num_envs", None) or args.num_envs_per_worker, torch.device(args.device)
     per_env = -(-options.episodes // count)  # the same for each: taking the first to end would favour short ones
     torch.manual_seed(args.seed)
     state = torch.zeros(count, agent.state_size, device=device)
     returns = [[] for _ in range(count)]
+    lengths = np.zeros(count)  # of the episodes under way
     with contextlib.ExitStack() as stack:
+        stack.enter_context(options.until_interrupted())
         games = stack.enter_context(contextlib.closing(Games(module, args, count, options.save_video or options.watch)))
         arrays, rows, envs = games.arrays, games.worker.rows, games.worker.envs
         games.worker.reset()
@@ -239,17 +283,25 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
         draw = envs.envs[0].render if hasattr(envs, "envs") else lambda: envs.render()[0]
         drawing = stack.enter_context(contextlib.closing(Drawing(options, name, envs.metadata, draw)))
         bar = stack.enter_context(tqdm(total=count * per_env, desc=name, unit=" episodes", disable=None, leave=False))
-        while any(len(finished) < per_env for finished in returns):
-            # An environment that has terminated may have nothing to show: Doom's picture is black then
-            if not arrays.terminated[rows][0] and not drawing.step(games.worker.sums[0, 0]):
+        played = 0  # episodes of the first one
+        while any(len(finished) < per_env for finished in returns) or drawing.recording() and played < options.episodes:
+            if not drawing.step(games.worker.sums[0, 0], arrays.terminated[rows][0]):
+                break
+            if lengths.max() > MOST_STEPS:
+                print(f"an episode of {name} has not ended after {MOST_STEPS:,} steps: it is left out, with those after it")
                 break
             obs = {key: part[rows].to(device)[None] for key, part in games.mailbox.obs.items()}
             outputs, _, state = agent(obs, games.mailbox.first[rows].to(device)[None], state)
             games.step(choose(module, agent, outputs[0], options.likeliest).cpu().numpy())
+            lengths += 1
             for i in np.flatnonzero(arrays.episode[rows, games.length]):
+                lengths[i] = 0
+                played += i == 0
                 if len(returns[i]) < per_env:
                     returns[i].append(float(arrays.episode[rows][i, 0]))
                     bar.update()
+        else:
+            drawing.step(games.worker.sums[0, 0], arrays.terminated[rows][0])  # the last one
     return [value for finished in returns for value in finished][: options.episodes]
 
 
@@ -286,6 +338,8 @@ def main() -> int:
             raise UserError("--opponents and --policies are for runs of appo_pbt_doom.py")
         options.episodes = options.episodes or (10 if tasks else 100)
         (evaluate_population if several else evaluate_tasks if tasks else evaluate_policy)(module, args, options)
+        if options.interrupted:
+            raise KeyboardInterrupt
         return 0
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -328,7 +382,7 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
             scores.append(100 * (means[-1] - known.random) / (known.human - known.random))
             text += f"   {scores[-1]:6.1f} % of people"
         print(text)
-        options = replace(options, save_video=False)  # it is of the first task
+        options.save_video = False  # it is of the first task
     if len(scores) == len(chosen) > 1:
         capped = np.mean(np.minimum(scores, 100))
         print(f"mean over tasks: {np.mean(scores):.1f} % of people, each capped at 100: {capped:.1f} %")
@@ -385,17 +439,19 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
     played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its seats
     worker = module.WorkerEnvs(args, np.arange(table.size), arrays, args.seed)
     if options.save_video or options.watch:
-        worker.envs = module.make_envs(args, len(table), worker.shaping, render_mode="rgb_array")
+        worker.envs = drawn_envs(module, args, len(table), worker.shaping)
     worker.reset()
     first = worker.envs.games[0]
     title = f"{args.env_id}, policy {' against '.join(names[policy] for policy in table[0])}"
     metadata, render = getattr(first, "metadata", {}), getattr(first, "render", None)
     with (
+        options.until_interrupted(),
         contextlib.closing(Drawing(options, title, metadata, render)) as drawing,
         tqdm(total=per_env * len(table), desc="episodes", disable=None, leave=False) as bar,
     ):
-        while min(map(len, played)) < per_env:
-            if not worker.envs.over[0] and not drawing.step(worker.sums[0, 0]):
+        shown = 0  # matches of the first environment
+        while min(map(len, played)) < per_env or drawing.recording() and shown < options.episodes:
+            if not drawing.step(worker.sums[0, 0], worker.envs.over[0]):
                 break
             for policy, (own, network) in enumerate(zip(rows, networks)):
                 obs = {name: part[own].to(device)[None] for name, part in mailbox.obs.items()}
@@ -406,6 +462,7 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
                 ended[row // seats][row % seats] = arrays.episode[row].tolist()
             for e, episodes in enumerate(ended):
                 if len(episodes) == seats:
+                    shown += e == 0
                     if len(played[e]) < per_env:  # the same for each: taking the first to end would favour short ones
                         played[e].append([episodes[seat] for seat in range(seats)])
                         bar.update()

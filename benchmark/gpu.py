@@ -260,7 +260,10 @@ def main() -> int:
         (options.folder / "gpu.json").write_text(json.dumps(dict(machine=machine, results=results), indent=2) + "\n")
         (options.folder / "gpu.md").write_text(table(results))
     print(table(results))
-    return 1 if any("failed" in result for result in results.values()) else 0
+    failed = [name for name, result in results.items() if "failed" in result]
+    if failed:
+        print(f"{len(failed)} of {len(results)} parts failed or were left out: {', '.join(failed)}; the others stand in {options.folder}/gpu.md")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,10 @@
 # Machine: 2 cores without a GPU; takes 90 minutes. Expected: they win nearly all games against both.
 # Usage: benchmark/self_play.sh [FRESH FOLDER]
 set -euo pipefail
+if [[ ${1:-} == -* || $# -gt 1 ]]; then
+    sed -n '2,/^set /p' "$0" | sed '$d; s/^# \?//' >&2
+    exit 2
+fi
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-runs/self_play}")
 mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed

@@ -211,6 +211,10 @@ def test_the_commands_of_self_play():
 @pytest.mark.parametrize("script", sorted(BENCHMARK.rglob("*.sh")), ids=lambda script: script.name)
 def test_shell_scripts(script):
     subprocess.run(["bash", "-n", script], check=True)
+    if script.name != "common.sh":
+        for flag in ("-h", "--help"):
+            asked = subprocess.run(["bash", script, flag], capture_output=True, text=True)
+            assert asked.returncode == 2 and "Usage: " in asked.stderr and not asked.stdout, asked
     if script.name != "common.sh":  # which others source
         assert os.access(script, os.X_OK) and "set -euo pipefail" in script.read_text()
 

@@ -334,3 +334,20 @@ def test_a_line_that_drifts_in_functions_that_differ_anyway():
                 assert carry.table(texts | {name: change(text, (line, "\n"))}) != table, line
             except SyntaxError:
                 pass
+
+
+def test_a_carried_change_that_was_thrown_away_is_carried_again(repository):
+    """As after a conflict that was too much: what is as in HEAD has got nothing."""
+    repository.write(appo_doom=change(DOOM, GAMES))
+    assert "conflicts: 1" in repository.carry(code=1)
+    repository.git("checkout", "appo_atari.py")
+    assert "conflicts: 1" in repository.carry(code=1)
+    repository.git("checkout", "appo_atari.py", "appo_doom.py")
+    assert "no new changes" in repository.carry()
+
+
+def test_nothing_new_is_no_update(repository):
+    copy = repository.users / "mine.py"
+    copy.write_text((repository.folder / "appo_doom.py").read_text().replace("steps: int = 4", "steps: int = 9"))
+    assert repository.carry("--update", copy) == f"{copy}: nothing new in appo_doom.py\n"
+    assert not (repository.users / "mine_updated.py").exists()

@@ -87,9 +87,11 @@ def train_and_resume(run, main, folder: Path, name: str, game: str, *flags: str)
 def test_train_and_resume(run, main, tmp_path, name, game, flags):
     folder = tmp_path / "e"
     script, appo, texts, found, checkpoints = train_and_resume(run, main, tmp_path, name, game, *flags)
-    for text, step in zip(texts, (content["global_step"] for content in checkpoints)):
-        assert f"{game}: 2 workers, 8 environments; files in {folder}\n" in text, "what was typed the first time still holds"
-        assert re.search(rf"^done: {step:,} steps, .*; to see it play: python evaluate.py {folder}$", text, re.M)
+    steps = [content["global_step"] for content in checkpoints]
+    for text, step, place in zip(texts, steps, (f"a new run in {folder}", f"resuming {folder} at step {steps[0]:,}")):
+        assert f"{game}: 2 workers, 8 environments; {place}\n" in text, "what was typed the first time still holds"
+        ways = rf"play: python evaluate.py {folder}\ncurves: tensorboard --logdir {folder}\ngo on: the same command with --experiment e, .*"
+        assert re.search(rf"^done: {step:,} steps, .*\n{ways}$", text, re.M)
     cfg = json.loads((folder / "cfg.json").read_text())
     assert cfg["file"] == str(script) and (cfg["args"]["batch_size"], cfg["args"]["learning_rate"]) == (64, 0.0002)
     assert set(found) == TAGS - (OPERATIONS if name == "appo_gym" else set()), "the tags are those of the table"
@@ -100,7 +102,7 @@ def test_train_and_resume(run, main, tmp_path, name, game, flags):
         assert files == {"cfg.json", "checkpoints", "log.txt"} and f"override: learning_rate {appo.Args.learning_rate} -> 0.0002\n" in texts[1]
         assert "frames/s" in (folder / "log.txt").read_text()
     code, text = main(appo, "--train-dir", tmp_path, "--experiment", "e", "--total-timesteps", 100)
-    assert code == 0 and text.endswith("\nit is finished: raise --total-timesteps\n") and "workers" not in text
+    assert code == 0 and text.endswith("it is finished: raise --total-timesteps\n") and "workers" not in text
 
 
 @pytest.mark.parametrize("name, game", [("appo_gym", "Acrobot-v1"), ("appo_doom", "battle"), ("appo_atari", "Breakout-v5"),

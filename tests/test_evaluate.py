@@ -95,7 +95,7 @@ def play(monkeypatch, capsys):
         capsys.readouterr()
         code = evaluate.main()
         text = "".join(capsys.readouterr())
-        assert code == 0 or code == 2 and re.search(r"^error: .*\n\Z", text, re.M), text
+        assert code in (0, 130) or code == 2 and re.search(r"^error: .*\n\Z", text, re.M), text
         said = re.match(r"by (/.*)\n", text)
         assert said or code == 2, "it says what it plays by"
         assert by is None or said[1] == str(by)
@@ -299,10 +299,11 @@ def test_the_video_goes_on_with_the_next_episode(play, drawn):
     assert video.get_meta_data()["fps"] == 50 and {frame.shape for frame in frames} == {(240, 320, 3)}, "four times as large"
     colours, first = np.array([frame.mean((0, 1)) for frame in frames]), length(1, 0)
     assert np.abs(colours[:, 0] - 200).max() < 10 and np.abs(colours[:first, 2] - 20 * np.arange(first)).max() < 10
-    episodes = np.round(colours[:, 1] / 60).astype(int).tolist()
-    assert len(frames) > first and set(episodes) >= {0, 1, 2} and episodes == sorted(episodes)
+    episodes, lengths = np.round(colours[:, 1] / 60).astype(int).tolist(), [length(1, episode) for episode in range(48)]
     # Not of the last step of an episode that has terminated (every other one), which the next episode follows
-    assert [episodes.count(episode) for episode in (0, 1, 2)] == [first, length(1, 1) + 1, length(1, 2)]
+    begin = [0] * first + [1] * (lengths[1] + 1) + [2] * lengths[2]
+    assert episodes[: len(begin)] == begin
+    assert sum(lengths) <= len(frames) <= sum(lengths) + 48 < 60 * 50, "48 episodes, as the minute is not over, though others have ended, too"
 
 
 def test_the_video_is_a_minute_at_most(play, drawn, monkeypatch):
@@ -352,7 +353,10 @@ def test_a_window_shows_one_environment_at_its_own_speed(play, drawn, window):
     code, text = play(drawn, "--watch", "--episodes", 3, "--likeliest", **SHOWN)
     first, *others = lengths = [length(1, episode) for episode in range(3)]
     assert code == 0 and f"3 episodes, likeliest actions, step 5: return {RAW[LATEST] * np.mean(lengths):.2f}" in text
-    assert len(window.titles) == sum(lengths) + 1, "an episode that is truncated has a picture at its end"
+    assert len(window.titles) == sum(lengths) + 3, "each has a picture before its first step"
+    ends = np.cumsum(np.add(lengths, 1)) - 1
+    assert [window.titles[end] for end in ends] == [f"basic: return {n * RAW[LATEST]:.2f}" for n in lengths], "and one at its end"
+    assert (window.pictures[ends[0]] == window.pictures[ends[0] - 1]).all(), "the last one again, where it has terminated"
     assert window.speeds == [50] * len(window.titles)
     assert window.titles[:first] == [f"basic: return {i * RAW[LATEST]:.2f}" for i in range(first)]
     assert all((picture == [200, 0, 20 * i]).all() for i, picture in enumerate(window.pictures[:first]))
@@ -368,7 +372,7 @@ def test_a_window_is_closed(play, drawn, window, event):
     steps = length(1, 0) + 2
     window.event = (steps, *event)
     code, text = play(drawn, "--watch", "--save-video", "--likeliest", **SHOWN)
-    assert code == 0 and len(window.titles) == steps and f"({steps} frames)" in text
+    assert code == 0 and len(window.titles) == steps and f"({steps - 1} frames)" in text
     assert f"1 episodes, likeliest actions, step 5: return {RAW[LATEST] * length(1, 0):.2f}" in text, "what was played until then"
 
 
@@ -390,3 +394,60 @@ def test_an_evaluation_that_is_ended(run, tmp_path):
         assert r.wait(60) == code and "Traceback" not in r.text()
         assert ("stopped" in r.text()) == (code == 130)
         (folder / "video.mp4").unlink()
+
+
+PLAIN = '    def render(self):\n        return {}\n'
+
+
+@pytest.mark.parametrize("edit, answer", [
+    (("", "np.zeros((6, 8), np.uint8)"), None),  # grey
+    (("", "np.zeros((6, 8 + self.count), np.uint8)"), "basic draws pictures of different sizes, (6, 8) and (6, 9)"),
+    (("    metadata = dict(render_fps='fast')\n", "np.zeros((6, 8, 3), np.uint8)"), "basic has render_fps 'fast', which is no number"),
+])  # fmt: skip
+def test_odd_pictures(play, tmp_path, monkeypatch, edit, answer):
+    monkeypatch.chdir(tmp_path)
+    envs = COUNTING.replace("class Env(gym.Env):\n", f"class Env(gym.Env):\n{edit[0]}") + "\n" + PLAIN.format(edit[1])
+    folder = untrained(tmp_path / "e", with_envs(tmp_path, "appo_odd_pictures", envs))
+    code, text = play(folder, "--save-video", "--episodes", 4)
+    assert text.splitlines()[-1] == f"error: {answer}" if answer else code == 0 and imageio.get_reader(folder / "video.mp4").get_data(0).any() == 0
+
+
+def test_an_environment_that_takes_no_render_mode(play, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    strict = ("def make_envs(args, num_envs, **options):", "def make_envs(args, num_envs):\n    \"\"\"Without options.\"\"\"")
+    path = with_envs(tmp_path, "appo_no_mode", COUNTING)
+    text = path.read_text()
+    path.write_text(strict[1].join(text.rsplit(strict[0], 1)))
+    folder = untrained(tmp_path / "e", path)
+    assert play(folder, "--save-video") == (2, "error: basic cannot draw itself: it takes no render_mode\n")
+    assert play(folder, "--episodes", 4)[0] == 0
+
+
+def test_episodes_that_never_end(play, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate, "MOST_STEPS", 50)
+    endless = COUNTING.replace("end, kind = self.count == self.length, self.episode % 2", "end, kind = self.me % 2 == 1 and self.count == self.length, 0")
+    folder = untrained(tmp_path / "e", with_envs(tmp_path, "appo_endless", endless))
+    code, text = play(folder, "--episodes", 100)
+    assert code == 0 and "an episode of basic has not ended after 50 steps: it is left out, with those after it\n" in text
+    assert 0 < int(re.search(r"^(\d+) episodes, ", text, re.M)[1]) < 100
+
+
+def test_ctrl_c_shows_what_was_played(play, drawn, monkeypatch):
+    counts, usual = iter(range(1000)), evaluate.Games.step
+
+    def step(self, action):
+        if next(counts) == 30:
+            raise KeyboardInterrupt
+        usual(self, action)
+
+    monkeypatch.setattr(evaluate.Games, "step", step)
+    code, text = play(drawn, "--episodes", 4000)
+    assert code == 130 and re.search(r"^\d\d+ episodes, sampled actions, step 5: return .*\nstopped\n$", text, re.M), text
+
+
+def test_a_run_in_train_dir_is_named(play, drawn, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_dir" / "e").mkdir(parents=True)
+    (tmp_path / "train_dir" / "e" / "cfg.json").touch()
+    assert play(Path("no") / "e") == (2, "error: there is no run in no/e: it has no cfg.json; did you mean train_dir/e?\n")

@@ -198,7 +198,7 @@ def stop(run, send=os.kill, number=signal.SIGINT) -> str:
     send(run.process.pid, number)
     assert run.wait(30) == 130
     text = run.text()
-    assert re.search(r"^stopped: [\d,]+ steps, .*; to see it play: python evaluate.py /", text, re.M) and "Traceback" not in text, text
+    assert re.search(r"^stopped: (0 steps|[\d,]+ steps, .*\nplay: python evaluate.py /)", text, re.M) and "Traceback" not in text, text
     return text
 
 
@@ -334,7 +334,7 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(main, tmp_path):
 def test_who_reads_the_output_goes(tmp_path, odd):
     flags = " ".join(map(str, ("--train-dir", tmp_path, *GYM, "--num-workers", 0, "--total-timesteps", 1000)))
     result = subprocess.run(f"{sys.executable} {ROOT / 'appo_gym.py'} {flags} | head -1", shell=True, capture_output=True, text=True, timeout=60)
-    assert re.fullmatch("CartPole-v1: 0 workers, 4 environments; files in .*/e\n", result.stdout) and result.stderr == "", result
+    assert re.fullmatch("CartPole-v1: 0 workers, 4 environments; a new run in .*/e\n", result.stdout) and result.stderr == "", result
     latest(tmp_path / "e")
 
 
@@ -392,7 +392,7 @@ def test_an_actor_or_an_engine_that_is_killed_is_replaced(start):
     assert r.wait(30) in (130, -signal.SIGINT), "the second one may find a process that is all but gone"
     latest(r.folder / "e")
     log = (r.folder / "e" / "log.txt").read_text()
-    for line in (r"actor [01]: died \(exit code -9\); starting another", r"step [\d,]+: .*bottleneck: \w+", r"stopped: [\d,]+ steps, .*"):
+    for line in (r"actor [01]: died \(exit code -9\); starting another", r"step [\d,]+: .*limit: \w+", r"stopped: [\d,]+ steps, .*"):
         assert re.search(rf"^[-\d]{{10}} [:\d]{{8}} {line}$", log, re.M) and re.search(rf"^{line}$", r.text(), re.M), log
 
 

@@ -636,7 +636,7 @@ def test_a_population_trains_exchanges_stops_and_goes_on(start, tmp_path):
     r = start(*PBT, *settings, edits=[replacing(BRIGHT + OWN)])
     r.wait_for(lambda: len(exchanges(r)) >= 4, 120, "exchanges")
     text = stop(r)
-    assert re.search(r"step [\d,]+: return [\d.-]+, [\d.-]+, [\d,]+ frames/s, lag [\d.]+, bottleneck: (environments|learner|inference)\n", text)
+    assert re.search(r"step [\d,]+: return [\d.-]+, [\d.-]+, [\d,]+ frames/s, lag [\d.]+, limit: (environments|learner|inference)\n", text)
     folder, saved = tmp_path / "e", newest(tmp_path / "e")
     more = {f"charts/{name}" for name in ("kills", "frags", "deaths", "place", "win")}
     assert all(f"`{tag}`" in (ROOT / "benchmark" / "METRICS.md").read_text() for tag in more)
@@ -765,7 +765,7 @@ def short_duels(seconds: int) -> tuple[str, str]:
 
 def test_matches_between_checkpoints(start, tmp_path):
     r = start(*MATCH, "--total-timesteps", "300", edits=[short_duels(5)])
-    assert r.wait(120) == 0 and re.search(r"done: [\d,]+ steps, win [\d.]+, [\d.]+; to see it play", r.text()), r.text()
+    assert r.wait(120) == 0 and re.search(r"done: [\d,]+ steps, win [\d.]+, [\d.]+\nplay: ", r.text()), r.text()
     text = played(tmp_path / "e", "--episodes", "4", "--save-video")
     found = re.search(r"0 against 1: (\d+) wins, (\d+) losses, (\d+) ties; (none|\d+% \(\d+% to \d+%\)) of the decided", text)
     assert found and sum(map(int, found.groups()[:3])) == 4

@@ -306,7 +306,7 @@ def iterate(self, blocks):
 
 Learner.iterate = iterate
 """
-    r = start("--train-for-seconds", "600", edits=[replacing(clock)], what="files in")
+    r = start("--train-for-seconds", "600", edits=[replacing(clock)], what="a new run in")
     assert r.wait(60) == 0, r.text()
     assert r.text().count("stopped: ") == 1 and checkpoint(r)["version"] >= 6
 

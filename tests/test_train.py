@@ -216,14 +216,13 @@ def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(appo, train, 
     appo = appo_gym if base else appo
     assert train(appo) == 0
     before, files = newest(tmp_path), sorted(tmp_path.rglob("*"))
-    last = f"{before['global_step']:,} steps, return [-.0-9]+; to see it play: python evaluate.py {tmp_path / 'run'}\n"
+    last = f"{before['global_step']:,} steps, return [-.0-9]+\nplay: python evaluate.py {tmp_path / 'run'}\n"
     assert re.search(f"^done: {last}", capsys.readouterr().out, re.M)
     assert train(appo) == 0
-    resuming = f"resuming {tmp_path / 'run'} at step {before['global_step']:,}\n"
-    assert capsys.readouterr().out.endswith(f"{resuming}it is finished: raise --total-timesteps\n")
+    assert capsys.readouterr().out.endswith("it is finished: raise --total-timesteps\n")
     assert sorted(tmp_path.rglob("*")) == files
     assert train(appo, total_timesteps=600) == 0
-    assert resuming in capsys.readouterr().out
+    assert f"resuming {tmp_path / 'run'} at step {before['global_step']:,}\n" in capsys.readouterr().out
     after = newest(tmp_path)
     assert after["global_step"] >= 600 and after["version"] > before["version"]
 
@@ -363,7 +362,7 @@ def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as stopped:
         stop_after(appo, stopped, 0)
         assert train() == 130 and checkpoints(tmp_path) == []
-    assert "\nstopped: 0 steps, no episode has ended; " in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("\nstopped: 0 steps, no episode has ended\n")
     assert train() == 0
     files = checkpoints(tmp_path)
     stop_after(appo, monkeypatch, 0)
@@ -466,8 +465,8 @@ def test_a_short_run_reports_every_episode_once(train, tmp_path, capsys, monkeyp
     ((reported, sps),) = scalars(tmp_path, "charts/SPS")
     assert reported == step and sps > 0
     text = capsys.readouterr().out
-    last = rf"\nstep {step:,}: return 11.00, [\d,]+ steps/s, lag 0.0, the learner waits \d+%\n"
-    assert re.search(rf"{last}done: {step:,} steps, return 11.00; ", text), text
+    last = rf"\nstep {step:,}: return 11.00, [\d,]+ steps/s, lag 0.0, learner waits \d+%\n"
+    assert re.search(rf"{last}done: {step:,} steps, return 11.00\n", text), text
 
 
 def test_the_x_axis_after_a_crash(appo, train, often, tmp_path, monkeypatch):
@@ -537,13 +536,13 @@ def test_the_bar_fits_into_80_columns(reporter):
     reporter.learner.global_step = 30_862
     report(reporter, learner=9, requests=9)
     bar = str(reporter.bar)
-    assert len(bar) <= 80 and re.search(r"\d%.*1:\d\d:\d\d, return -164.11, 12,3\d\d frames/s, lag 1.2, bottleneck: environments", bar), bar
+    assert len(bar) <= 80 and re.search(r"\d% .* \d:\d\d:\d\d left, return -164.11, 12,3\d\d frames/s, lag 1.2, limit: environments", bar), bar
 
 
 @pytest.mark.parametrize("counts, name", [(dict(blocks=4, learner=3, requests=6), "learner"), (dict(blocks=1, learner=3, requests=6), "environments"),
                                           (dict(blocks=1, learner=3, requests=4), "inference")])  # fmt: skip
-def test_the_bottleneck_is_named(reporter, counts, name):
-    assert report(reporter, **counts).endswith(f", lag 1.2, bottleneck: {name}")
+def test_the_limit_is_named(reporter, counts, name):
+    assert report(reporter, **counts).endswith(f", lag 1.2, limit: {name}")
 
 
 @pytest.mark.parametrize("slow", ["learner", "environments", "inference"])
@@ -565,5 +564,11 @@ def test_what_is_slow_is_named(tmp_path_factory, train, tmp_path, monkeypatch, s
 
     monkeypatch.setattr(appo.Reporter, "report", stops)
     assert train(appo, num_workers=2, batch_size=20, total_timesteps=10**6) == 130
-    named = re.findall("bottleneck: (.*)", (tmp_path / "run" / "log.txt").read_text())[1:]  # the first one has the start in it
+    named = re.findall("limit: (.*)", (tmp_path / "run" / "log.txt").read_text())[1:]  # the first one has the start in it
     assert Counter(named).most_common(1)[0][0] == slow, named
+
+
+def test_a_first_update_that_is_long_in_coming_says_what_it_waits_for(tmp_path_factory, train, tmp_path, capsys):
+    slow = COUNTING.replace("        self.count += 1\n", "        self.count += 1\n        time.sleep(0.35)\n")
+    assert train(load(with_envs(tmp_path_factory.mktemp("slow"), "appo_slow_first", slow)), total_timesteps=10) == 0  # 5 steps of 4 environments
+    assert re.search(r"^waiting for the first rollouts: \d+ steps, [123] steps/s$", capsys.readouterr().out, re.M)

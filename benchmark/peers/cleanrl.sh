@@ -8,6 +8,10 @@
 #   python -m venv .venv-cleanrl-mujoco && .venv-cleanrl-mujoco/bin/pip install torch==2.13.0 gymnasium==0.29.1 mujoco==2.3.3 imageio \
 #       'numpy<2' tyro tensorboard 'setuptools<81'
 set -euo pipefail
+if [[ ${1:-} == -* || $# -lt 5 ]]; then
+    sed -n '2,/^set /p' "$0" | sed '$d; s/^# \?//' >&2
+    exit 2
+fi
 script=$(realpath "$CLEANRL")/cleanrl/$1 python=$(realpath -s "$CLEANRL_PYTHON")   # -s: a virtual environment's python is a link
 mkdir -p "$5"
 cd "$5"   # it writes to runs/ where it is started

@@ -7,6 +7,10 @@
 #   python -m venv .venv-sf-mujoco && .venv-sf-mujoco/bin/pip install torch==2.13.0 sample-factory==2.1.1 gymnasium==0.29.1 mujoco==2.3.3 \
 #       imageio 'numpy<2'
 set -euo pipefail
+if [[ ${1:-} == -* || $# -lt 4 ]]; then
+    sed -n '2,/^set /p' "$0" | sed '$d; s/^# \?//' >&2
+    exit 2
+fi
 seconds=$1 env=$2 seed=$3 folder=$(realpath -m "$4")
 shift 4
 [[ ${SF_PYTHON:-} != */* ]] || SF_PYTHON=$(realpath -s "$SF_PYTHON")   # -s: a virtual environment's python is a link
