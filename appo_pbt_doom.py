@@ -19,12 +19,14 @@
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned: all policies against all
 
 An edit of appo_doom.py. What differs:
-- several policies in one process: for each a copy that acts, its rollouts (`Policy`) and a learner; rows, blocks and
-  iterations are counted for each; a checkpoint has all of them; a report for each;
-- on several GPUs policy p has GPU p modulo their number, and learners of different GPUs work at the same time;
-- games of several agents, with PettingZoo's parallel API (`Games`): matches in Doom (`DoomMatch`), or PettingZoo's own,
-  whose pictures are made smaller;
+- several policies in one process: for each a copy that acts, its rollouts (`Policy`) and a learner; rows, blocks,
+  iterations and steps are counted for each; a checkpoint has all of them; a report for each;
+- with `--device cuda` policy p has GPU p modulo their number; learners of different GPUs work at the same time, in
+  threads, and in the GPUs' default streams;
+- games have PettingZoo's parallel API (`make_game`, `Games`): Doom, alone or as a match of several engines
+  (`DoomMatch`), whose output is not shown; or PettingZoo's, whose pictures are made smaller. Only Doom needs vizdoom;
 - who plays where (`seat_rows`); a third flag, `inactive`; the shaping and scores of matches (`DoomEnv`);
+- bar and log show the objective;
 - population-based training (`Population`), with coefficients of rewards among what it changes.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerators)
@@ -37,7 +39,7 @@ An edit of appo_doom.py. What differs:
      +-------------------------------+                    +------------------------------------------+
                                                              | full blocks               ^ free blocks
                                                           +------------------------------------------+
-                                                          | a learner for each policy (main thread)  |
+                                                          | a learner for each policy                |
                                                           |   V-trace, PPO steps, each copied to the |
                                                           |   policy that acts: version v+1, v+2, ...|
                                                           | between iterations: exchanges            |
@@ -59,8 +61,9 @@ observation is the first of the next episode. So three flags say all there is to
 
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
-    inactive[t]    action t does nothing, since the agent waits for its return to a match: step t is left out of every
-                   loss, mean and step count, but cuts neither the trace nor the recurrent state
+    inactive[t]    action t does nothing, since the agent waits for its return to a match: step t is left out of losses
+                   and their metrics, inputs' statistics and the count of steps, but cuts neither the trace (where its
+                   ratio is 1, and its reward counts) nor the recurrent state
 
 and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
 cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
@@ -135,7 +138,8 @@ class Args:
     env_id: str = "basic"
     """matches: duel, deathmatch (4 agents and 4 bots); against bots: duel_bots, deathmatch_bots; alone: basic,
     my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering, health_gathering_supreme,
-    battle, battle2, or benchmark (battle without measurements and with 9 flat actions); or a module of PettingZoo"""
+    battle, battle2, or benchmark (battle without measurements and with 9 flat actions); or a game of PettingZoo's, by
+    its module, such as pettingzoo.butterfly.cooperative_pong_v6"""
     cfg_path: str | None = None  # a ViZDoom scenario .cfg of your own, trained on instead of `env_id`
     match_wad: str | None = None  # file with the map of matches; None: ViZDoom's cig.wad
     frameskip: int = 4  # engine ticks (frames) per step of the agent
@@ -212,6 +216,8 @@ class Args:
                 self.cfg_path = os.path.abspath(self.cfg_path)
         if self.match_wad:
             self.match_wad = os.path.abspath(self.match_wad)
+        if not is_doom(self):
+            self.frameskip = 1
         if self.pbt_target_objective is None:
             scenario = scenario_of(self)
             objective = "win" if scenario.agents > 1 else "frags" if scenario.match else "episodic_return"
@@ -450,7 +456,7 @@ class DoomEnv(gym.Env):
         if self.scenario.match and self.args.match_wad:
             wad = Path(self.args.match_wad)
         if not wad.exists():
-            raise UserError(f"--match-wad: there is no {wad}")
+            raise UserError(f"there is no {wad}")
         self.game.set_doom_scenario_path(str(wad))
         self.game.set_doom_map("map01")
         self.game.set_available_buttons([getattr(vizdoom.Button, name) for name in self.scenario.buttons])
@@ -593,6 +599,7 @@ class DoomMatch:
         self.possible_agents = [f"player_{i}" for i in range(self.scenario.agents)]
         self.players = [DoomEnv(args, **options) for _ in self.possible_agents]
         self.metadata = self.players[0].metadata
+        self.barrier = threading.Barrier(len(self.players))
 
     def observation_space(self, agent):
         return self.players[0].observation_space
@@ -602,30 +609,35 @@ class DoomMatch:
 
     def together(self, function, *arguments):
         """Calls function(player, argument...) for all players, each in a thread, and returns the results. What one
-        raises is raised without waiting for the others: their engines may wait for its engine for ever."""
+        raises is raised without waiting for the others: their engines may wait for its engine for ever. Then, as after
+        Ctrl-C, the match is over, and its engines end with this process."""
         if len(self.players) == 1:
             return [function(self.players[0], *(values[0] for values in arguments))]
         futures = [self.pool.submit(function, *values) for values in zip(self.players, *arguments)]
-        for future in concurrent.futures.as_completed(futures):
-            future.result()
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+        except BaseException:
+            self.barrier.abort()
+            raise
         return [future.result() for future in futures]
 
     def start(self, seed):
         """Starts the engines of a match. They talk over a UDP port; we keep the TCP port of that number, so that no
-        other match takes it."""
+        other match takes it. Joining engines get numbers of their own, from 32768 on."""
         self.port = socket.socket()
-        self.port.bind(("127.0.0.1", 0))
+        while self.port.getsockname()[1] == 0:
+            with contextlib.suppress(OSError):  # it is taken
+                self.port.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
         port = self.port.getsockname()[1]
         n = len(self.players)
-        if n > 1:
-            self.pool = concurrent.futures.ThreadPoolExecutor(n)  # they stay: an engine ends with its starter's thread
-            barrier = threading.Barrier(n)
+        self.pool = concurrent.futures.ThreadPoolExecutor(n)  # its threads stay: an engine ends with its starter's
         host = f"-host {n} -port {port} -deathmatch +viz_respawn_delay {self.scenario.respawn}"
         host += "".join(f" +sv_{rule} 1" for rule in RULES)
         for i, player in enumerate(self.players):
             player.game.add_game_args(f"-join 127.0.0.1:{port}" if i else host)
             player.game.add_game_args(f"+viz_connect_timeout 10 +name agent{i} +colorset 0")
-            player.barrier = barrier if n > 1 else None
+            player.barrier = self.barrier if n > 1 else None
             if seed is not None:
                 player.game.set_seed(seed)
         try:
@@ -661,8 +673,9 @@ class DoomMatch:
         return np.concatenate([player.render() for player in self.players], axis=1)
 
     def close(self):
-        for player in self.players:
-            player.close()
+        if not self.barrier.broken:
+            for player in self.players:
+                player.close()
 
 
 def by_name(observation) -> dict:
@@ -702,6 +715,8 @@ class Games(gym.vector.VectorEnv):
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
         parts = {}
         for name, space in by_name(games[0].observation_space(self.agents[0])).items():
+            if not isinstance(space, gym.spaces.Box):
+                raise UserError(f"unsupported: an observation {name} of {space}")
             low = smaller(space.low)
             parts[name] = gym.spaces.Box(low, smaller(space.high), dtype=low.dtype)
         self.single_observation_space = gym.spaces.Dict(parts)
@@ -775,7 +790,7 @@ def make_envs(args: Args, num_envs: int, shaping=None, **options) -> gym.vector.
 
 @functools.cache
 def agents_in(env_id):
-    return len(make_game(Args(env_id)).possible_agents)
+    return len(make_game(Args(env_id, device="cpu")).possible_agents)
 
 
 def seats_of(args: Args) -> int:
@@ -1165,7 +1180,8 @@ class Mailbox:
     """The only memory that actors share with the main process. The rows of a policy lie together, and among them those
     of a group.
 
-    Between request and reply a group's rows belong to the inference thread, otherwise to its actor: no locks."""
+    Between request and reply a group's rows belong to the inference thread, otherwise to its actor: no locks. But
+    `shaping` is written at any time: an episode that begins then may have some old and some new coefficients."""
 
     def __init__(self, spaces: Spaces, rows: int, coefficients: int):
         # written by the actor, between a reply and its next request
@@ -1177,7 +1193,7 @@ class Mailbox:
         self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
-        # written by the learner, read when an episode begins
+        # written by `Population.give`, read by the actor when an episode begins
         self.shaping = torch.zeros(rows, coefficients, dtype=torch.float64)  # of its policy, see `shaping_of`
 
     def numpy(self) -> SimpleNamespace:
@@ -1214,8 +1230,9 @@ def seat_rows(args: Args, session: int) -> np.ndarray:
     """[worker, split, agent of its games] -> the agent's row in the mailbox, which says its policy: for good.
 
     In P games, one after the other, each of P policies has every seat once, in the first in order, in each other one
-    shifted by a number, which is another for the next P games: each policy meets all, itself included, equally often.
-    Another session (a resumed run) has other pairs."""
+    shifted by a number, which is another for the next P games: in P times P games for two each meets all, itself
+    included, equally often, in games for more about so. Another session (a resumed run) has other pairs; an actor that
+    takes another's place has the same."""
     P = args.num_policies
     games = max(1, args.num_workers) * args.num_envs_per_worker
     rng = np.random.default_rng((args.seed, session))
@@ -1363,7 +1380,7 @@ class Policy:
     def __init__(
         self, args: Args, spaces: Spaces, agent: Agent, mailbox: SimpleNamespace, filling: dict, t: np.ndarray
     ):
-        """mailbox: the part with its rows; filling, t: of `Inference`."""
+        """mailbox: the part with its rows; filling, t: those of `Inference`, the same objects."""
         self.args = args
         self.device = agent.critic.weight.device
         self.mailbox = mailbox
@@ -1380,7 +1397,7 @@ class Policy:
         slots = slice_of(args, num_blocks(args)).start
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, self.device)
         self.state = torch.zeros(num_rows(args), agent.state_size, device=self.device)
-        self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE
+        self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE; `Learner.become` adds a donor's
 
     @torch.no_grad()
     def publish(self, version: int):
@@ -1588,7 +1605,7 @@ class Learner:
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots] & ~rollouts.inactive[:-1, slots]
         lags = (self.policy.version - rollouts.versions[:, slots])[valid]
-        remaining = 1 - self.global_step / args.total_timesteps if args.anneal_lr else 1.0
+        remaining = max(0.0, 1 - self.global_step / args.total_timesteps) if args.anneal_lr else 1.0
         self.optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
         for epoch in range(args.num_epochs):
@@ -1666,7 +1683,7 @@ class Population:
         self.best_return = -np.inf  # of best.pth
         self.defaults = self.genes(learners[0])
         for learner in learners:
-            self.give(learner, self.mutated(learner) if args.with_pbt and learner.number else self.defaults)
+            self.give(learner, self.mutated(self.defaults) if args.with_pbt and learner.number else self.defaults)
         for policy, settings in settings_of(args).items():
             self.give(learners[policy], self.genes(learners[policy]) | settings)
 
@@ -1679,11 +1696,11 @@ class Population:
         learner.shaping = {name: genes[name] for name in learner.shaping}
         learner.policy.mailbox.shaping[:] = list(learner.shaping.values())  # its agents read it when an episode begins
 
-    def mutated(self, learner: Learner) -> dict[str, float]:
-        """Its genes after Sample Factory's mutation: with probability `pbt_mutation_rate` a number is multiplied or
-        divided by a random factor, or one time in 20 reset to its default."""
+    def mutated(self, genes: dict[str, float]) -> dict[str, float]:
+        """Sample Factory's mutation: with probability `pbt_mutation_rate` a number is multiplied or divided by a random
+        factor, or one time in 20 reset to its default."""
         args = self.args
-        genes = self.genes(learner)
+        genes = dict(genes)
         for name, value in genes.items():
             if self.rng.random() < args.pbt_mutation_rate:
                 factor = self.rng.uniform(args.pbt_perturb_min, args.pbt_perturb_max)
@@ -1704,6 +1721,7 @@ class Population:
         if step < due or min(map(len, episodes)) < 100:
             return []
         self.exchanged = step
+        self.rng = random.Random(f"{args.seed} {step}")  # so a resumed run draws other numbers
         column = EPISODE.index(args.pbt_target_objective)
         objectives = [float(np.mean(own, axis=0)[column]) for own in episodes]
         order = sorted(learners, key=lambda learner: objectives[learner.number], reverse=True)
@@ -1713,16 +1731,18 @@ class Population:
         lines = []
         for learner in learners:
             mine = objectives[learner.number]
+            genes = self.genes(learner)
             kind = "kept" if learner in best or learner.number == 0 else "mutated"
             if learner in worst:
                 donor = self.rng.choice(best)
                 its = objectives[donor.number]
                 if its - mine > args.pbt_replace_reward_gap * max(abs(its), abs(mine)):
                     learner.become(donor)
-                    self.give(learner, self.genes(donor))
+                    genes = self.genes(donor)
                     kind = f"replaced by policy {donor.number} ({its:.2f})"
             if kind != "kept" and learner.number > 0:
-                self.give(learner, self.mutated(learner))
+                genes = self.mutated(genes)
+            self.give(learner, genes)
             lines.append(f"policy {learner.number} ({args.pbt_target_objective} {mine:.2f}) is {kind}")
         return lines
 
@@ -1733,7 +1753,8 @@ def settings_of(args: Args) -> dict[int, dict[str, float]]:
     try:
         settings = {int(policy): dict(own) for policy, own in json.loads(args.policy_settings).items()}
         if all(policy in range(args.num_policies) and names.issuperset(own) for policy, own in settings.items()):
-            if all(isinstance(value, int | float) for own in settings.values() for value in own.values()):
+            numbers = [pair for own in settings.values() for pair in own.items()]
+            if all(float(value) >= 0 or name not in TUNED for name, value in numbers):
                 return settings
     except (ValueError, TypeError, AttributeError):
         pass
@@ -1760,6 +1781,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
 AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, num_policies=1)
+AT_LEAST |= dict(pbt_replace_fraction=0, pbt_mutation_rate=0, pbt_perturb_min=1)
 SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
 FIXED = (
     "env_id",
@@ -2030,10 +2052,10 @@ class Reporter:
             }
             if episodes := learner.policy.episodes.copy():
                 scalars |= zip((f"charts/{name}" for name in EPISODE), np.mean(episodes, axis=0).tolist())
-                scores.append(f"{scalars[f'charts/{self.args.pbt_target_objective}']:.2f}")
+            scores.append(f"{scalars.get(f'charts/{self.args.pbt_target_objective}', np.nan):.2f}")
             for tag, value in scalars.items():
                 writer.add_scalar(tag, value, learner.global_step)
-        if scores:
+        if scores != ["nan"] * len(scores):
             self.score = f"{self.args.pbt_target_objective.removeprefix('episodic_')} {', '.join(scores)}"
         total = now - self.first  # of the session: it does not change with every report
         if total["blocks"] >= total["learner"]:
@@ -2049,7 +2071,7 @@ class Reporter:
 
     def close(self):
         """Reports what came since the last report."""
-        if any(learner.global_step > self.last[learner] for learner in self.learners):
+        if self.metrics and any(learner.global_step > self.last[learner] for learner in self.learners):
             self.report()
         self.bar.close()
         for writer in self.writers:
@@ -2061,12 +2083,21 @@ def mean_step(learners: list[Learner]) -> int:
 
 
 def iterate_all(learners: list[Learner], blocks: list[slice], threads):
-    """An iteration of each policy: on different devices at the same time, on the same one in turn. Returns metrics."""
+    """An iteration of each policy: on different devices at the same time, on the same one in turn. Returns metrics when
+    no thread learns any more; raises what one of them raises."""
     by_device = {}
     for learner in learners:
         by_device.setdefault(learner.device, []).append(learner)
-    done = threads.map(lambda own: [(learner, learner.iterate(blocks)) for learner in own], by_device.values())
-    metrics = dict(pair for own in done for pair in own)
+    metrics = {}
+
+    def iterate(own):
+        for learner in own:
+            metrics[learner] = learner.iterate(blocks)
+
+    futures = [threads.submit(iterate, own) for own in by_device.values()]
+    concurrent.futures.wait(futures)
+    for future in futures:
+        future.result()
     return [metrics[learner] for learner in learners]
 
 
@@ -2095,7 +2126,7 @@ def train(args: Args, folder: Path) -> int:
     games = max(1, args.num_workers) * args.num_envs_per_worker
     step = mean_step(learners)
     place = f"resuming {folder} at step {step:,}" if step else f"a new run in {folder}"
-    text = f"{args.num_policies} policies, {args.num_workers} workers, {games} games for {seats_of(args)}"
+    text = f"{args.num_policies} policies, {args.num_workers} workers, {games} games of {seats_of(args)} agents"
     log(folder, f"{args.env_id}: {text}; {place}")
     for learner in learners:
         wait_for(learner.device)  # the above ran in the default stream, in which the learners stay
@@ -2111,8 +2142,9 @@ def train(args: Args, folder: Path) -> int:
             while mean_step(learners) < args.total_timesteps and time.monotonic() < deadline:
                 blocks = collect(inference)
                 metrics = iterate_all(learners, blocks, threads)
+                lines = population.exchange() if args.with_pbt else []  # no thread learns now
                 inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` was for their copies
-                reporter.update(metrics, population.exchange() if args.with_pbt else [])
+                reporter.update(metrics, lines)
                 deadline = min(deadline, time.monotonic() + args.train_for_seconds)  # from the first iteration on
                 if time.monotonic() - saved_at >= args.save_every_sec:
                     save_checkpoint(folder, population)

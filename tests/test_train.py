@@ -569,6 +569,6 @@ def test_what_is_slow_is_named(tmp_path_factory, train, tmp_path, monkeypatch, s
 
 
 def test_a_first_update_that_is_long_in_coming_says_what_it_waits_for(tmp_path_factory, train, tmp_path, capsys):
-    slow = COUNTING.replace("        self.count += 1\n", "        self.count += 1\n        time.sleep(0.35)\n")
-    assert train(load(with_envs(tmp_path_factory.mktemp("slow"), "appo_slow_first", slow)), total_timesteps=10) == 0  # 5 steps of 4 environments
+    slow = COUNTING.replace("        self.count += 1\n", "        self.count += 1\n        time.sleep(0.5)\n")
+    assert train(load(with_envs(tmp_path_factory.mktemp("slow"), "appo_slow_first", slow)), total_timesteps=1) == 0  # 5 steps of 4 environments
     assert re.search(r"^waiting for the first rollouts: \d+ steps, [123] steps/s$", capsys.readouterr().out, re.M)
