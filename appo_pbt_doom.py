@@ -1861,7 +1861,7 @@ def kill(actor):
 @contextlib.contextmanager
 def running(inference: Inference, folder: Path):
     """Context with the inference thread, and the actors with their environments, whose seeds depend on the version: a
-    resumed run, or another actor, has other episodes. So do seats."""
+    resumed run, or another actor, has other episodes. A resumed run has other seats, too."""
     args = inference.args
     rows = seat_rows(args, inference.policies[0].version)
     thread = threading.Thread(target=inference.run, name="inference", daemon=True)
