@@ -533,4 +533,8 @@ def wilson(wins: int, matches: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    if code == 130:
+        os._exit(130)  # threads of a match that Ctrl-C cut off may wait for their engines for ever
+    sys.exit(code)
