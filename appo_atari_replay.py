@@ -1544,7 +1544,7 @@ def train(args: Args, folder: Path) -> int:
         print("it is finished: raise --total-timesteps")
         return 0
     place = f"resuming {folder} at step {learner.global_step:,}" if learner.global_step else f"a new run in {folder}"
-    log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments; {place}")
+    log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments\n{place}")
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
     handle_signals(inference)

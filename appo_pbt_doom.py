@@ -2127,7 +2127,7 @@ def train(args: Args, folder: Path) -> int:
     step = mean_step(learners)
     place = f"resuming {folder} at step {step:,}" if step else f"a new run in {folder}"
     text = f"{args.num_policies} policies, {args.num_workers} workers, {games} games of {seats_of(args)} agents"
-    log(folder, f"{args.env_id}: {text}; {place}")
+    log(folder, f"{args.env_id}: {text}\n{place}")
     for learner in learners:
         wait_for(learner.device)  # the above ran in the default stream, in which the learners stay
     (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
