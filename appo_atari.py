@@ -21,9 +21,10 @@ As Machado et al. (2018) recommend, but for their frameskip of 5 and games of 5 
 
 A deliberate edit of appo_doom.py. What differs:
 - the games (`AtariEnvs`); where a lost life ends an episode, the game goes on: scores are of whole games;
-- convolutions of Mnih et al. (2015) or of IMPALA, ReLU, CleanRL's initial gains, no recurrent core by default;
+- convolutions of Mnih et al. (2015) or of IMPALA, ReLU, CleanRL's initial gains, no recurrent core by default,
+  no vectors beside the images;
 - the entropy is rewarded, as in CleanRL, instead of the divergence from the uniform policy penalised; other defaults of
-  batch, learning rate, clips and the gradient's norm, CleanRL's too;
+  batch, learning rate, clips and the gradient's norm, CleanRL's too; ten times the steps;
 - there are no engines: no look at /dev/shm, no scenarios of one's own.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
@@ -44,10 +45,10 @@ A deliberate edit of appo_doom.py. What differs:
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *block* is the slots of a group's rows. An *iteration* begins when the
-learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, passes `num_epochs` times
-over them, each batch an optimiser step, and ends when it gives them back. A *step* is one decision of the agent,
-a *frame* one tick of the game (frames = steps x frameskip). Every optimiser step makes a *version* of the policy; the
-*lag* of a sample is the newest version minus the one that chose its action.
+learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, passes
+`num_epochs` times over them, each batch an optimiser step, and ends when it gives them back. A *step* is one decision
+of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every optimiser step makes a *version* of the
+policy; the *lag* of a sample is the newest version minus the one that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -120,7 +121,7 @@ class Args:
     env_id: str = "Breakout-v5"  # one of EnvPool's 104 Atari games
     frameskip: int = 4  # game ticks (frames) per step of the agent; the image is the maximum of the last two
     episodic_life: bool = True  # a lost life ends an episode, but not the game: scores are of whole games
-    noop_max: int = 30  # most no-ops of one frame that an episode begins with, one of them FIRE with `fire_reset`
+    noop_max: int = 30  # an episode begins with 1 to so many no-op frames; with `fire_reset` the last of them is FIRE
     fire_reset: bool = True  # each episode of a game that has a FIRE button begins with it
     sticky_actions: float = 0.0  # probability that the game repeats its last action instead of taking the new one
     full_action_space: bool = False  # all 18 actions instead of the game's own
@@ -128,7 +129,7 @@ class Args:
     reward_clip: float = 1.0  # then clipped to +- this
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
-    train_for_seconds: float = np.inf  # stop after this many seconds of this session
+    train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")  # or cuda:1
     precision: Literal["float32", "bfloat16"] | None = None
     """of the encoder, and on a CPU of the core; None is bfloat16 where the device has instructions for it"""
@@ -173,7 +174,6 @@ class Args:
     """the convolutions of Mnih et al. (2015), or the residual ones of Espeholt et al. (2018)"""
     rnn_type: Literal["gru", "lstm", "none"] = "none"  # the recurrent core
     hidden_size: int = 512  # units of an image encoder's last layer and of the recurrent core
-    vector_size: int = 128  # units of each of the two layers for vectors
 
     def __post_init__(self):
         """Fills in what depends on other flags."""
@@ -186,8 +186,6 @@ class Args:
             self.precision = "bfloat16" if capable else "float32"
         if self.worker_num_splits is None:
             self.worker_num_splits = 2 if cuda else 1
-        if self.num_workers == 0:
-            self.sync = True
 
 
 # === Environment ======================================================================================================
@@ -279,8 +277,8 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of one split of a worker; options are not needed. Edit this function to train on something else.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
-    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36, and
-    vectors: one image or vector more is one key more, and no other edit. Scores are sums of `raw_reward` in every
+    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36: one
+    image more is one key more, and no other edit. Scores are sums of `raw_reward` in every
     step's `info`, where it is given, else of rewards; `game_over` there says where they end, if not with each episode.
     Actors cannot start processes of multiprocessing (AsyncVectorEnv)."""
     return AtariEnvs(args, num_envs)
@@ -419,40 +417,25 @@ def image_encoder(space, args: Args):
 
 
 class Agent(nn.Module):
-    """Convolutions for each image and two layers of `vector_size` (ReLU) for all vectors, joined, then a recurrent
-    core, if asked for, then value and logits. Weights orthogonal with CleanRL's gains, but for IMPALA's convolutions.
+    """Convolutions for each image, then a recurrent core, if asked for, then value and logits. What is no image is
+    stored, but not seen. Weights orthogonal with CleanRL's gains, but for IMPALA's convolutions.
 
     A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
     row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`, which
     changes nothing. To forbid actions, give `masked_fill(obs["NAME"] == 0, -torch.inf)` of the logits; each head must
     keep an action, at an episode's last observation, too. Flags of this network: precision, encoder, rnn_type,
-    hidden_size, vector_size."""
+    hidden_size."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
         self.heads = spaces.heads
         self.normalizers = nn.ModuleDict()
         self.images = nn.ModuleDict()
-        self.vectors = []
-        numbers = 0
-        features = 0
         for name, space in spaces.obs.items():
             if space.dtype == np.uint8:
                 self.normalizers[name] = Normalizer(space.shape, unit=255.0, dtype=getattr(torch, args.precision))
                 self.images[name] = image_encoder(space, args)
-                features += args.hidden_size
-            else:
-                self.normalizers[name] = Normalizer(space.shape, unit=1.0)
-                self.vectors.append(name)
-                numbers += space.shape[0]
-        if self.vectors:
-            self.vector_fc = nn.Sequential(
-                init_layer(nn.Linear(numbers, args.vector_size)),
-                nn.ReLU(inplace=True),
-                init_layer(nn.Linear(args.vector_size, args.vector_size)),
-                nn.ReLU(inplace=True),
-            )
-            features += args.vector_size
+        features = len(self.images) * args.hidden_size
         self.core = None
         self.state_size = 0
         if args.rnn_type != "none":
@@ -477,12 +460,11 @@ class Agent(nn.Module):
 
     def encode(self, obs):
         """obs by name [N, ...], as in the space -> float32 [N, features]"""
-        obs = {name: self.normalizers[name](x) for name, x in obs.items()}
         with self.autocast(self.images):
-            features = [encoder(obs[name].permute(0, 3, 1, 2)).float() for name, encoder in self.images.items()]
-        if self.vectors:
-            features.append(self.vector_fc(torch.cat([obs[name] for name in self.vectors], dim=-1)))
-        return torch.cat(features, dim=-1)
+            features = [
+                encoder(self.normalizers[name](obs[name]).permute(0, 3, 1, 2)) for name, encoder in self.images.items()
+            ]
+        return torch.cat(features, dim=-1).float()
 
     def forward(self, obs, first, state):
         """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; where `first` is
@@ -650,8 +632,13 @@ def slice_of(args: Args, i: int) -> slice:
     return slice(i * n, i * n + n)
 
 
+def take_turns(args: Args) -> bool:
+    """Whether collecting and learning do."""
+    return args.sync or args.num_workers == 0
+
+
 def blocks_per_iteration(args: Args) -> int:
-    if args.sync:
+    if take_turns(args):
         return num_rows(args) // rows_per_group(args)
     samples = args.num_batches_per_epoch * args.batch_size
     return max(1, round(samples / (rows_per_group(args) * args.rollout)))
@@ -662,7 +649,7 @@ def num_blocks(args: Args) -> int:
     deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
     --sync has one for each group: none is FREE until the iteration's last step is made. That is all that --sync is."""
     groups = num_rows(args) // rows_per_group(args)
-    return groups + (0 if args.sync else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
+    return groups + (0 if take_turns(args) else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
 
 
 def zeros_for(spaces: Spaces, *shape, device="cpu"):
@@ -1125,9 +1112,9 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(noop_max=1, vector_size=1, seed=0, gamma=0, max_grad_norm=0)
+AT_LEAST |= dict(noop_max=1, seed=0, gamma=0, max_grad_norm=0)
 SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
-FIXED = ("env_id", "encoder", "rnn_type", "hidden_size", "vector_size")  # a resumed run has the same
+FIXED = ("env_id", "encoder", "rnn_type", "hidden_size")  # a resumed run has the same
 
 
 def check(args: Args):
@@ -1195,7 +1182,8 @@ def running(inference: Inference, folder: Path):
     actors = {}
 
     def start(worker, pipe):
-        seed = random.Random(f"{args.seed} {inference.version} {worker}").getrandbits(30)
+        life = args.seed, inference.version, worker, inference.early_deaths[worker]
+        seed = random.Random(str(life)).getrandbits(30)
         arguments = (args, worker, seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
         actor.start()

@@ -21,11 +21,11 @@ A deliberate edit of appo_atari.py. What differs:
 - a block that was learned from is KEPT until it is the oldest one and room is needed (`Learner.keep`);
 - `Learner.choose_replayed` says which rollouts of these are learned from again, beside the fresh ones of an iteration;
 - of replayed samples `appo_loss` has another policy gradient, advantages around a mean of their own, no clip of the
-  value and no limit of age, and it holds the policy near the one that acted, whose logits are stored;
+  value, no least ratio and no limit of age, and it holds the policy near the one that acted, whose logits are stored;
 - `Agent.hidden` stands apart, since states are compared by it.
 
-An iteration takes fewer blocks, and until a fifth of `replay_rollouts` is there, after a resume, too, it has fresh
-samples alone.
+An iteration takes fewer blocks, though at least one. Until a fifth of `replay_rollouts` is there, after a resume, too,
+it has fresh samples alone.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -45,10 +45,10 @@ samples alone.
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *block* is the slots of a group's rows. An *iteration* begins when the
-learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, passes `num_epochs` times
-over them, each batch an optimiser step, and ends when it gives as many back. A *step* is one decision of the agent,
-a *frame* one tick of the game (frames = steps x frameskip). Every optimiser step makes a *version* of the policy; the
-*lag* of a sample is the newest version minus the one that chose its action.
+learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, passes
+`num_epochs` times over them, each batch an optimiser step, and ends when it gives as many back. A *step* is one
+decision of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every optimiser step makes a
+*version* of the policy; the *lag* of a sample is the newest version minus the one that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -121,7 +121,7 @@ class Args:
     env_id: str = "Breakout-v5"  # one of EnvPool's 104 Atari games
     frameskip: int = 4  # game ticks (frames) per step of the agent; the image is the maximum of the last two
     episodic_life: bool = True  # a lost life ends an episode, but not the game: scores are of whole games
-    noop_max: int = 30  # most no-ops of one frame that an episode begins with, one of them FIRE with `fire_reset`
+    noop_max: int = 30  # an episode begins with 1 to so many no-op frames; with `fire_reset` the last of them is FIRE
     fire_reset: bool = True  # each episode of a game that has a FIRE button begins with it
     sticky_actions: float = 0.0  # probability that the game repeats its last action instead of taking the new one
     full_action_space: bool = False  # all 18 actions instead of the game's own
@@ -129,7 +129,7 @@ class Args:
     reward_clip: float = 1.0  # then clipped to +- this
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
-    train_for_seconds: float = np.inf  # stop after this many seconds of this session
+    train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")  # or cuda:1
     precision: Literal["float32", "bfloat16"] | None = None
     """of the encoder, and on a CPU of the core; None is bfloat16 where the device has instructions for it"""
@@ -174,7 +174,6 @@ class Args:
     """the convolutions of Mnih et al. (2015), or the residual ones of Espeholt et al. (2018)"""
     rnn_type: Literal["gru", "lstm", "none"] = "none"  # the recurrent core
     hidden_size: int = 512  # units of an image encoder's last layer and of the recurrent core
-    vector_size: int = 128  # units of each of the two layers for vectors
 
     # --- replay
     replay: Literal["uniform", "attentive", "elite"] = "uniform"
@@ -185,11 +184,8 @@ class Args:
     replay_candidates: float = 6.0
     """attentive, elite: so many times as many rollouts as are needed are drawn, and the best of them are taken. It
     falls linearly to 1 at total_timesteps, where all three ways are the same"""
-    elite_strategy: Literal[1, 2, 3, 4] = 1
-    """attentive, elite: what is best. 1: the nearest; 3: the least often taken, among equals the nearest; 2 and 4: the
-    same in each of as many strata of the candidates, by distance, as rollouts are needed"""
-    replay_distance: Literal["norm", "cosine", "kl"] = "norm"
-    """attentive, elite: of two states, by the last hidden layer the 2-norm or the cosine, or KL of the two policies"""
+    elite_strategy: Literal[1, 3] = 1
+    """attentive, elite: what is best. 1: the nearest; 3: the least often taken, among equals the nearest"""
     policy_cloning_coef: float = 0.05  # of KL(mu, pi) of replayed samples
 
     def __post_init__(self):
@@ -203,8 +199,6 @@ class Args:
             self.precision = "bfloat16" if capable else "float32"
         if self.worker_num_splits is None:
             self.worker_num_splits = 2 if cuda else 1
-        if self.num_workers == 0:
-            self.sync = True
 
 
 # === Environment ======================================================================================================
@@ -296,8 +290,8 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of one split of a worker; options are not needed. Edit this function to train on something else.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
-    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36, and
-    vectors: one image or vector more is one key more, and no other edit. Scores are sums of `raw_reward` in every
+    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36: one
+    image more is one key more, and no other edit. Scores are sums of `raw_reward` in every
     step's `info`, where it is given, else of rewards; `game_over` there says where they end, if not with each episode.
     Actors cannot start processes of multiprocessing (AsyncVectorEnv)."""
     return AtariEnvs(args, num_envs)
@@ -436,40 +430,25 @@ def image_encoder(space, args: Args):
 
 
 class Agent(nn.Module):
-    """Convolutions for each image and two layers of `vector_size` (ReLU) for all vectors, joined, then a recurrent
-    core, if asked for, then value and logits. Weights orthogonal with CleanRL's gains, but for IMPALA's convolutions.
+    """Convolutions for each image, then a recurrent core, if asked for, then value and logits. What is no image is
+    stored, but not seen. Weights orthogonal with CleanRL's gains, but for IMPALA's convolutions.
 
     A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
     row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`, made of
     `hidden`, whose result has `features` numbers, and of `policy` and `critic`; it changes nothing. To forbid actions,
     give `masked_fill(obs["NAME"] == 0, -torch.inf)` of the logits; each head must keep an action, at an episode's last
-    observation, too. Flags of this network: precision, encoder, rnn_type, hidden_size, vector_size."""
+    observation, too. Flags of this network: precision, encoder, rnn_type, hidden_size."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
         self.heads = spaces.heads
         self.normalizers = nn.ModuleDict()
         self.images = nn.ModuleDict()
-        self.vectors = []
-        numbers = 0
-        features = 0
         for name, space in spaces.obs.items():
             if space.dtype == np.uint8:
                 self.normalizers[name] = Normalizer(space.shape, unit=255.0, dtype=getattr(torch, args.precision))
                 self.images[name] = image_encoder(space, args)
-                features += args.hidden_size
-            else:
-                self.normalizers[name] = Normalizer(space.shape, unit=1.0)
-                self.vectors.append(name)
-                numbers += space.shape[0]
-        if self.vectors:
-            self.vector_fc = nn.Sequential(
-                init_layer(nn.Linear(numbers, args.vector_size)),
-                nn.ReLU(inplace=True),
-                init_layer(nn.Linear(args.vector_size, args.vector_size)),
-                nn.ReLU(inplace=True),
-            )
-            features += args.vector_size
+        features = len(self.images) * args.hidden_size
         self.core = None
         self.state_size = 0
         if args.rnn_type != "none":
@@ -495,12 +474,11 @@ class Agent(nn.Module):
 
     def encode(self, obs):
         """obs by name [N, ...], as in the space -> float32 [N, features]"""
-        obs = {name: self.normalizers[name](x) for name, x in obs.items()}
         with self.autocast(self.images):
-            features = [encoder(obs[name].permute(0, 3, 1, 2)).float() for name, encoder in self.images.items()]
-        if self.vectors:
-            features.append(self.vector_fc(torch.cat([obs[name] for name in self.vectors], dim=-1)))
-        return torch.cat(features, dim=-1)
+            features = [
+                encoder(self.normalizers[name](obs[name]).permute(0, 3, 1, 2)) for name, encoder in self.images.items()
+            ]
+        return torch.cat(features, dim=-1).float()
 
     def forward(self, obs, first, state):
         """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; where `first` is
@@ -701,9 +679,14 @@ def slice_of(args: Args, i: int) -> slice:
     return slice(i * n, i * n + n)
 
 
+def take_turns(args: Args) -> bool:
+    """Whether collecting and learning do."""
+    return args.sync or args.num_workers == 0
+
+
 def blocks_per_iteration(args: Args) -> int:
     """Fresh ones."""
-    if args.sync:
+    if take_turns(args):
         return num_rows(args) // rows_per_group(args)
     samples = args.num_batches_per_epoch * args.batch_size * (1 - args.replay_share)
     return max(1, round(samples / (rows_per_group(args) * args.rollout)))
@@ -720,18 +703,13 @@ def num_blocks(args: Args) -> int:
     deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
     --sync has one for each group: none is FREE until the iteration's last step is made. That is all that --sync is."""
     groups = num_rows(args) // rows_per_group(args)
-    return groups + (0 if args.sync else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
+    return groups + (0 if take_turns(args) else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
 
 
 def num_kept(args: Args) -> int:
-    """Blocks that are KEPT at any time, at first with nothing in them, beside those of `num_blocks`. After an iteration
-    as many of them become FREE as become KEPT."""
+    """Blocks for old rollouts, beside those of `num_blocks`: at first they are empty. At an iteration's end its blocks
+    become KEPT, and as many of the oldest KEPT ones FREE."""
     return -(-args.replay_rollouts // rows_per_group(args)) if args.replay_share else 0
-
-
-def compares_features(args: Args) -> bool:
-    """Whether what is replayed is chosen by the last hidden layer, so that inference stores it."""
-    return args.replay_share > 0 and args.replay != "uniform" and args.replay_distance != "kl"
 
 
 def zeros_for(spaces: Spaces, *shape, device="cpu"):
@@ -947,7 +925,7 @@ class Inference:
         self.shared_mailbox = Mailbox(spaces, num_rows(args))
         self.mailbox = self.shared_mailbox.numpy()  # the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
-        features = agent.features if compares_features(args) else 0
+        features = 0 if args.replay == "uniform" else agent.features
         # Of the acting policy's last hidden layer, [time, slot, features]; not gathered
         self.features = torch.zeros((args.rollout, blocks[-1].stop, features), device=device)
         self.state = torch.zeros(num_rows(args), agent.state_size, device=device)
@@ -1090,7 +1068,7 @@ class Inference:
         rollouts.logprobs[d_t, d_slots] = log_prob(choices, actions)
         rollouts.values[d_t, d_slots] = values[0]
         rollouts.logits[d_t, d_slots] = logits[0]
-        if compares_features(self.args):
+        if self.args.replay != "uniform":
             self.features[d_t, d_slots] = hidden[0]
         self.t[groups] += 1
         ended = rows[self.mailbox.episode[rows].any(axis=1)]
@@ -1100,16 +1078,6 @@ class Inference:
 
 
 # === Learner ==========================================================================================================
-
-
-def choose(distance: np.ndarray, times: np.ndarray, count: int, strategy: int) -> np.ndarray:
-    """Which `count` of the candidates are replayed, by their distance, and by how many times they were replayed already
-    [candidates]: see --elite-strategy. Of equals it is the nearest, then the first."""
-    order = np.lexsort((distance, times)) if strategy == 3 else np.argsort(distance, kind="stable")
-    if strategy in (1, 3):
-        return order[:count]
-    strata = np.array_split(order, count)
-    return np.array([stratum[0 if strategy == 2 else np.argmin(times[stratum])] for stratum in strata])
 
 
 class Learner:
@@ -1185,7 +1153,8 @@ class Learner:
         if len(chosen) > count:
             parts = np.array_split(chosen, -(-len(chosen) * args.rollout // args.batch_size))  # as large as a batch
             distance = np.concatenate([self.distances(part, newest) for part in parts])
-            best = choose(distance, rollouts.times_replayed[0, chosen], count, args.elite_strategy)
+            times = rollouts.times_replayed[0, chosen] * (args.elite_strategy == 3)
+            best = np.lexsort((distance, times))[:count]
             chosen = chosen[best]
             about = {"replay/distance": distance[best].mean(), "replay/distance_drawn": distance.mean()}
         rollouts.times_replayed[0, chosen] += 1
@@ -1197,8 +1166,8 @@ class Learner:
 
     @torch.inference_mode()
     def distances(self, slots: np.ndarray, newest: int) -> np.ndarray:
-        """float32 [slots], on the host. elite: how far the network's features (or policies) of their states now are
-        from those of the time of acting; attentive: from those of the last state in slot `newest`, the newest that the
+        """float32 [slots], on the host: the 2-norm, in the last hidden layer, between their states as the network sees
+        them now and, elite: as it did when it acted; attentive: the last state in slot `newest`, the newest that the
         learner has. Of every fourth state, where no recurrent core needs all: neighbours in time hardly differ."""
         args = self.args
         rollouts = self.inference.rollouts
@@ -1207,16 +1176,9 @@ class Learner:
         obs = {name: field[times].index_select(1, d_slots) for name, field in rollouts.obs.items()}
         first = torch.from_numpy(rollouts.first[times, slots]).to(self.device)
         now, _ = self.agent.hidden(obs, first, rollouts.rnn_state[0, d_slots])
-        field = rollouts.logits if args.replay_distance == "kl" else self.inference.features
-        then = field[-1, newest] if args.replay == "attentive" else field[times].index_select(1, d_slots)
-        if args.replay_distance == "kl":
-            choices = distributions(self.agent.policy(now), self.agent.heads)
-            distance = sum(map(kl_divergence, distributions(then, self.agent.heads), choices)).sum(0)
-        elif args.replay_distance == "cosine":
-            distance = (1 - nn.functional.cosine_similarity(now, then, dim=-1)).sum(0)
-        else:
-            distance = (now - then).square().sum((0, 2)).sqrt()
-        return distance.cpu().numpy()
+        features = self.inference.features
+        then = features[-1, newest] if args.replay == "attentive" else features[times].index_select(1, d_slots)
+        return (now - then).square().sum((0, 2)).sqrt().cpu().numpy()
 
     def keep(self, blocks: list[slice]):
         """LEARNING -> KEPT, and as many of the oldest KEPT ones -> FREE: the last `wait_for` was for their copies."""
@@ -1280,10 +1242,10 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(noop_max=1, vector_size=1, seed=0, gamma=0, max_grad_norm=0, replay_share=0, replay_rollouts=1)
+AT_LEAST |= dict(noop_max=1, seed=0, gamma=0, max_grad_norm=0, replay_share=0, replay_rollouts=1)
 AT_LEAST |= dict(replay_candidates=1, policy_cloning_coef=0)
 SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
-FIXED = ("env_id", "encoder", "rnn_type", "hidden_size", "vector_size")  # a resumed run has the same
+FIXED = ("env_id", "encoder", "rnn_type", "hidden_size")  # a resumed run has the same
 
 
 def check(args: Args):
@@ -1359,7 +1321,8 @@ def running(inference: Inference, folder: Path):
     actors = {}
 
     def start(worker, pipe):
-        seed = random.Random(f"{args.seed} {inference.version} {worker}").getrandbits(30)
+        life = args.seed, inference.version, worker, inference.early_deaths[worker]
+        seed = random.Random(str(life)).getrandbits(30)
         arguments = (args, worker, seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
         actor.start()

@@ -29,7 +29,9 @@ A deliberate edit of appo_doom.py. What differs:
 - returns task by task, also in per cent of the way from random actions to people. The mean over the tasks chooses
   best.pth (`scores`);
 - an actor's environments have `actor_timeout` each, in a step, too, in which each may have to compile a map;
-- there is no look at /dev/shm, and there are no scenarios of one's own.
+- at least one environment a task, and every level is started once before the actors are; vectors are not seen; other
+  defaults: an encoder of 256, no scale of rewards, ten times the steps;
+- there is no look at /dev/shm, and there are no .cfg files.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -49,10 +51,10 @@ A deliberate edit of appo_doom.py. What differs:
 Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
 endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
 is room for one rollout (T steps of one row), a *block* is the slots of a group's rows. An *iteration* begins when the
-learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, passes `num_epochs` times
-over them, each batch an optimiser step, and ends when it gives them back. A *step* is one decision of the agent,
-a *frame* one tick of the engine (frames = steps x frameskip). Every optimiser step makes a *version* of the policy; the
-*lag* of a sample is the newest version minus the one that chose its action.
+learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, passes
+`num_epochs` times over them, each batch an optimiser step, and ends when it gives them back. A *step* is one decision
+of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every optimiser step makes a *version* of
+the policy; the *lag* of a sample is the newest version minus the one that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -127,9 +129,8 @@ def num_cores() -> int:
 class Args:
     # --- run
     env_id: str = "rooms_collect_good_objects_train"
-    """dmlab_30, a level by its name, with or without contributed/dmlab30/, several with commas between them, or one of
-    Sample Factory's short names, such as dmlab_benchmark. All tasks get the same number of samples if their number
-    divides --num-envs-per-worker"""
+    """dmlab_30, a level by its name, with or without contributed/dmlab30/, or several with commas between them. All
+    tasks get the same number of samples if their number divides --num-envs-per-worker"""
     episode_seconds: float | None = None
     """time limit that levels outside DMLab-30 have: an episode that ends sooner was terminated. None: there is no such
     level"""
@@ -144,11 +145,9 @@ class Args:
     renderer: Literal["software", "hardware"] = "software"  # hardware where the engine was built with it
     test_levels: bool = False  # DMLab-30's test levels, or other maps where a task has none: for evaluate.py
     frameskip: int = 4  # engine ticks (frames) per step of the agent
-    reward_scale: float = 1.0  # rewards are multiplied by this (on top of IMPALA's clip)
-    reward_clip: float = 10.0  # then clipped to +- this; IMPALA's clip leaves -1.5 to 5
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
-    train_for_seconds: float = np.inf  # stop after this many seconds of this session
+    train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")  # or cuda:1
     precision: Literal["float32", "bfloat16"] | None = None
     """of the encoder, and on a CPU of the core; None is bfloat16 where the device has instructions for it"""
@@ -185,7 +184,7 @@ class Args:
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 is the V-trace of the paper
     clip_coef: float = 0.1  # PPO: the ratio is clipped to [1/(1+e), 1+e]
-    ppo_clip_value: float = 0.2  # PPO: the value may move so many deviations of the targets from the one at acting time
+    ppo_clip_value: float = 0.2  # how far the value may move from the acting policy's, in deviations of the task's
     vf_coef: float = 0.5  # coefficient of the value loss
     ent_coef: float = 0.001  # coefficient of the symmetric KL divergence from the uniform policy, which is penalised
     max_grad_norm: float = 4.0  # gradients are scaled down to this norm; 0 turns it off
@@ -207,8 +206,6 @@ class Args:
             self.precision = "bfloat16" if capable else "float32"
         if self.worker_num_splits is None:
             self.worker_num_splits = 2 if cuda else 1
-        if self.num_workers == 0:
-            self.sync = True
 
 
 # === Environment ======================================================================================================
@@ -266,11 +263,6 @@ TASKS = {
     "explore_object_rewards_few": Task(77.7, 2.073, 5400, generated=True),
     "explore_object_rewards_many": Task(106.7, 2.438, 7200, generated=True),
 }
-SHORT_NAMES = {
-    "dmlab_benchmark": "rooms_collect_good_objects_train", "dmlab_benchmark_slow_reset": "rooms_keys_doors_puzzle",
-    "dmlab_sparse": "explore_goal_locations_large", "dmlab_sparse_doors": "explore_obstructed_goals_large",
-    "dmlab_nonmatch": "rooms_select_nonmatching_object", "dmlab_watermaze": "rooms_watermaze",
-}  # fmt: skip
 # Columns: look right and down, in pixels a frame (57: a full turn takes a second); strafe right; forward; fire; jump;
 # crouch
 FORWARD = (0, 0, 0, 1, 0, 0, 0)
@@ -289,7 +281,7 @@ def tasks_of(args: Args) -> list[str]:
     """Names of the tasks that are trained, in the order of their numbers."""
     names = []
     for name in args.env_id.split(","):
-        short = SHORT_NAMES.get(name, name.removeprefix("contributed/dmlab30/"))
+        short = name.removeprefix("contributed/dmlab30/")
         names += TASKS if short == "dmlab_30" else [short if short in TASKS else name]
     return list(dict.fromkeys(names))  # each once
 
@@ -455,9 +447,8 @@ class LabEnv(gym.Env):
         self.frames += self.args.frameskip
         over = not self.lab.is_running()
         in_time = self.frames < self.task.frames  # the engine does not say why it is over
-        # IMPALA's reward: optimistic asymmetric clipping (Espeholt et al. 2018, figure D.1)
-        reward = 5 * np.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3) * self.args.reward_scale
-        reward = np.clip(reward, -self.args.reward_clip, self.args.reward_clip)
+        # optimistic asymmetric clipping, -1.5 to 5, as in IMPALA's code (experiment.py, soft_asymmetric)
+        reward = 5 * np.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3)
         return self.observation(), reward, over and in_time, over and not in_time, {"raw_reward": raw_reward}
 
     def render(self):
@@ -587,14 +578,10 @@ class PopArt(nn.Module):
         """targets [...] in the reward's units, of tasks int64 [...], of which bool valid [...] count; merges two sets
         of statistics as `Normalizer.update` does. A task without a sample keeps its own."""
         mine = nn.functional.one_hot(task[valid], len(self.mean)).float()  # [N, tasks]
-        samples, share, _ = moments(mine)  # how many there are, and each task's share of them
-        if samples == 0:
-            return
-        n = (samples * share).round()
-        share = share.clamp(min=1 / samples)
+        n = mine.sum(0)
         targets = targets[valid].unsqueeze(-1)
-        mean = moments(targets * mine)[1] / share
-        var = moments((targets - mean).square() * mine)[1] / share
+        mean = (targets * mine).sum(0) / n.clamp(min=1)
+        var = ((targets - mean).square() * mine).sum(0) / n.clamp(min=1)
         total = self.count + n
         delta = mean - self.mean
         squares = self.var * self.count + var * n + delta**2 * (self.count * n / total)
@@ -902,8 +889,13 @@ def slice_of(args: Args, i: int) -> slice:
     return slice(i * n, i * n + n)
 
 
+def take_turns(args: Args) -> bool:
+    """Whether collecting and learning do."""
+    return args.sync or args.num_workers == 0
+
+
 def blocks_per_iteration(args: Args) -> int:
-    if args.sync:
+    if take_turns(args):
         return num_rows(args) // rows_per_group(args)
     samples = args.num_batches_per_epoch * args.batch_size
     return max(1, round(samples / (rows_per_group(args) * args.rollout)))
@@ -914,7 +906,7 @@ def num_blocks(args: Args) -> int:
     deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
     --sync has one for each group: none is FREE until the iteration's last step is made. That is all that --sync is."""
     groups = num_rows(args) // rows_per_group(args)
-    return groups + (0 if args.sync else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
+    return groups + (0 if take_turns(args) else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
 
 
 def zeros_for(spaces: Spaces, *shape, device="cpu"):
@@ -1444,7 +1436,7 @@ def kill(actor):
 def scores(args: Args, inference: Inference):
     """Metrics, as soon as each task has finished an episode, else none; and what best.pth goes by: the mean return over
     tasks, or for several tasks, all of them of DMLab-30, that of their human-normalised returns, each capped at 100, as
-    in IMPALA. -inf before each task has ten episodes."""
+    in IMPALA. -inf before there are a hundred episodes, and ten of each task."""
     episodes = [list(of_task.copy()) for of_task in inference.episodes]
     if not all(episodes):
         return {}, -np.inf
@@ -1460,7 +1452,7 @@ def scores(args: Args, inference: Inference):
     if len(tasks) > 1:
         score = metrics.get("charts/human_normalized_capped", score)
         metrics |= zip((f"tasks/{task}/episodic_return" for task in tasks), means[:, 0])
-    return metrics, score if min(map(len, episodes)) >= 10 else -np.inf
+    return metrics, score if min(map(len, episodes)) >= max(10, 100 / len(tasks)) else -np.inf
 
 
 @contextlib.contextmanager
@@ -1474,7 +1466,8 @@ def running(inference: Inference, folder: Path):
     actors = {}
 
     def start(worker, pipe):
-        seed = random.Random(f"{args.seed} {inference.version} {worker}").getrandbits(30)
+        life = args.seed, inference.version, worker, inference.early_deaths[worker]
+        seed = random.Random(str(life)).getrandbits(30)
         arguments = (args, worker, seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
         actor.start()

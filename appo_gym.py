@@ -571,8 +571,8 @@ def slice_of(args: Args, i: int) -> slice:
 
 
 def num_blocks(args: Args) -> int:
-    """Two for each of W workers: while W are LEARNING, every worker has another to fill. No deadlock: while the learner
-    waits, fewer than W are FULL and none is LEARNING, so W others are FREE or FILLING. --sync has one for each worker:
+    """Two for each of W workers: W may be LEARNING while every worker fills another. No deadlock: while the learner
+    waits, at most W - 1 are FULL and none is LEARNING, so each worker has one to fill. --sync has one for each worker:
     none is FREE until the iteration's last step is made. That is all that --sync is."""
     sync = args.sync or args.num_workers == 0
     return max(1, args.num_workers) * (1 if sync else 2)

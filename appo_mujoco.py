@@ -19,12 +19,12 @@ pipeline of Sample Factory / IMPALA in one file.
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
 A deliberate edit of appo_gym.py. What differs:
-- EnvPool's MuJoCo, where it has the task (`MujocoEnvs`); observations are vectors;
+- EnvPool's MuJoCo, where it has the task (`MujocoEnvs`); observations are vectors, images are refused;
 - actions are numbers: a Gaussian policy (`draw`, `log_prob`, `entropy_of`), whose actions are kept as they were drawn,
   and clipped for the environment (`WorkerEnvs.step`);
 - a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`);
-- a network with two towers of `hidden_size`, and other defaults in `Args`: the learning rate falls, half as many
-  optimiser steps.
+- a network with two towers of `hidden_size`, with a GRU across both, and other defaults in `Args`: the learning rate
+  falls, no reward for entropy, smaller gradients, half as many optimiser steps a sample, three times the steps.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
@@ -322,7 +322,7 @@ def spaces_of(args: Args) -> Spaces:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
     if not obs or not isinstance(action, gym.spaces.Box) or action.dtype.kind != "f":
         raise UserError(
-            f"unsupported spaces, {obs} and {action}: observations must have numbers, actions be a Box of fractions "
+            f"unsupported spaces, {obs} and {action}: observations must have numbers, actions be a Box of floats "
             "(for choices: appo_gym.py)"
         )
     return Spaces(dict(obs), gym.spaces.flatdim(action))
@@ -598,8 +598,8 @@ def slice_of(args: Args, i: int) -> slice:
 
 
 def num_blocks(args: Args) -> int:
-    """Two for each of W workers: while W are LEARNING, every worker has another to fill. No deadlock: while the learner
-    waits, fewer than W are FULL and none is LEARNING, so W others are FREE or FILLING. --sync has one for each worker:
+    """Two for each of W workers: W may be LEARNING while every worker fills another. No deadlock: while the learner
+    waits, at most W - 1 are FULL and none is LEARNING, so each worker has one to fill. --sync has one for each worker:
     none is FREE until the iteration's last step is made. That is all that --sync is."""
     sync = args.sync or args.num_workers == 0
     return max(1, args.num_workers) * (1 if sync else 2)

@@ -50,10 +50,10 @@ Words: a *worker* is one actor process; it steps its games in one or more *split
 engines, one for each player. A *row* is one agent's endless stream of experience; a *group* is the rows of one split of
 one worker, which ask for actions together, equally many for each policy. A *slot* is room for one rollout (T steps of
 one row), a *block* is the slots of a group's rows, in the rollouts of every policy. An *iteration* begins when the
-learners take the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, pass `num_epochs` times
-over them, each batch an optimiser step, and ends when the blocks are given back. A *step* is one decision of an agent,
-a *frame* one tick of the engine (frames = steps x frameskip). Every optimiser step makes a *version* of its policy; the
-*lag* of a sample is the policy's newest version minus the one that chose its action.
+learners take the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, pass
+`num_epochs` times over them, each batch an optimiser step, and ends when the blocks are given back. A *step* is one
+decision of an agent, a *frame* one tick of the engine (frames = steps x frameskip). Every optimiser step makes a
+*version* of its policy; the *lag* of a sample is the policy's newest version minus the one that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -147,7 +147,7 @@ class Args:
     reward_clip: float = 10.0  # then clipped to +- this
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 1_000_000  # stop after this many steps (frames / frameskip) of each policy, in the mean
-    train_for_seconds: float = np.inf  # stop after this many seconds of this session
+    train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
     """cuda: all GPUs; cuda:1: one of them; or cpu"""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -231,8 +231,6 @@ class Args:
             self.precision = "bfloat16" if capable else "float32"
         if self.worker_num_splits is None:
             self.worker_num_splits = 2 if cuda else 1
-        if self.num_workers == 0:
-            self.sync = True
 
 
 # === Environment ======================================================================================================
@@ -1145,8 +1143,13 @@ def slice_of(args: Args, i: int) -> slice:
     return slice(i * n, i * n + n)
 
 
+def take_turns(args: Args) -> bool:
+    """Whether collecting and learning do."""
+    return args.sync or args.num_workers == 0
+
+
 def blocks_per_iteration(args: Args) -> int:
-    if args.sync:
+    if take_turns(args):
         return num_rows(args) // rows_per_group(args)
     samples = args.num_batches_per_epoch * args.batch_size
     return max(1, round(samples / (rows_per_group(args) * args.rollout)))
@@ -1157,7 +1160,7 @@ def num_blocks(args: Args) -> int:
     deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
     --sync has one for each group: none is FREE until the iteration's last step is made. That is all that --sync is."""
     groups = num_rows(args) // rows_per_group(args)
-    return groups + (0 if args.sync else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
+    return groups + (0 if take_turns(args) else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
 
 
 def zeros_for(spaces: Spaces, *shape, device="cpu"):
@@ -1870,7 +1873,8 @@ def running(inference: Inference, folder: Path):
     actors = {}
 
     def start(worker, pipe):
-        seed = random.Random(f"{args.seed} {inference.policies[0].version} {worker}").getrandbits(30)
+        life = args.seed, inference.policies[0].version, worker, inference.early_deaths[worker]
+        seed = random.Random(str(life)).getrandbits(30)
         arguments = (args, worker, rows[worker], seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
         actor.start()

@@ -46,8 +46,7 @@ class Options:
     family: Literal["doom", "atari", "dmlab", "mujoco", "pbt_doom"] = "doom"
     """which variant's environments"""
     env_id: str | None = None
-    """environment; default: benchmark for doom, Breakout-v5 for atari, dmlab_benchmark for dmlab, HalfCheetah-v5 for
-    mujoco, duel for pbt_doom"""
+    """environment; default: benchmark for doom, duel for pbt_doom, else the file's own default"""
     num_workers: int | None = None
     """processes. Default: the cores this process may use"""
     num_envs_per_worker: int = 16
@@ -81,8 +80,7 @@ def variant(options: Options):
     if options.out and not options.out.parent.is_dir():
         sys.exit(f"error: there is no folder {options.out.parent}")
     appo = importlib.import_module(f"appo_{options.family}")
-    default = dict(doom="benchmark", atari="Breakout-v5", dmlab="dmlab_benchmark", mujoco="HalfCheetah-v5", pbt_doom="duel")
-    env_id = options.env_id or default[options.family]
+    env_id = options.env_id or dict(doom="benchmark", pbt_doom="duel").get(options.family, appo.Args.env_id)
     workers = options.num_workers or len(os.sched_getaffinity(0))
     per_worker = options.num_envs_per_worker
     of_all = dict(num_envs=workers * per_worker) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=per_worker)

@@ -72,8 +72,7 @@ class Options:
     file: Literal["doom", "atari", "dmlab", "pbt_doom", "gym", "mujoco", "replay"] = "doom"
     """which one: appo_doom.py, appo_atari_replay.py for replay, ..."""
     env_id: tuple[str, ...] = ()
-    """environment; several for gym and mujoco. Default: benchmark for doom, Breakout-v5 for atari, dmlab_benchmark for
-    dmlab, duel for pbt_doom"""
+    """environment; several for gym and mujoco. Default: benchmark for doom, duel for pbt_doom, else the file's own"""
     num_workers: int = 2
     """processes with games, each pinned to a core"""
     num_envs_per_worker: int | None = None

@@ -91,8 +91,8 @@ peers() {  # doom and atari, the table and the picture of both: 31 minutes
 # one epoch, float32. Needs SF_PYTHON, and deepmind_lab where both pythons find it, by PYTHONPATH for example. Expected: 3.7 x.
 dmlab() {  # DeepMind Lab beside Sample Factory: 18 minutes
     export LP_NUM_THREADS=0   # of Mesa's renderer, which for Sample Factory too is faster without threads
-    ours dmlab_ours 150 appo_dmlab.py --env-id dmlab_benchmark --device cpu --precision float32 --num-workers 2 --num-envs-per-worker 16 \
-        --worker-num-splits 1 --rollout 32 --batch-size 1024
+    ours dmlab_ours 150 appo_dmlab.py --env-id rooms_collect_good_objects_train --device cpu --precision float32 \
+        --num-workers 2 --num-envs-per-worker 16 --worker-num-splits 1 --rollout 32 --batch-size 1024
     sample_factory dmlab_sf 200 dmlab_benchmark
     collected=(rates peers_dmlab)
 }

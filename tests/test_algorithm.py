@@ -14,7 +14,7 @@ from torch.distributions import Categorical
 VARIANTS = sorted(path.stem for path in Path(__file__).parent.parent.glob("appo_*.py"))
 # The policy of the others is discrete; what a Gaussian one is tested for is in test_mujoco.py
 DISCRETE = pytest.mark.parametrize("appo", [name for name in VARIANTS if name != "appo_mujoco"], indirect=True)
-WITH_VECTOR = pytest.mark.parametrize("appo", [name for name in VARIANTS if name != "appo_dmlab"], indirect=True)
+WITH_VECTOR = pytest.mark.parametrize("appo", [name for name in VARIANTS if name not in ("appo_dmlab", "appo_atari", "appo_atari_replay")], indirect=True)
 
 
 @pytest.fixture(params=VARIANTS)

@@ -89,7 +89,7 @@ def test_train_and_resume(run, main, tmp_path, name, game, flags):
     script, appo, texts, found, checkpoints = train_and_resume(run, main, tmp_path, name, game, *flags)
     steps = [content["global_step"] for content in checkpoints]
     for text, step, place in zip(texts, steps, (f"a new run in {folder}", f"resuming {folder} at step {steps[0]:,}")):
-        assert f"{game}: 2 workers, 8 environments; {place}\n" in text, "what was typed the first time still holds"
+        assert f"{game}: 2 workers, 8 environments\n{place}\n" in text, "what was typed the first time still holds"
         ways = rf"play: python evaluate.py {folder}\ncurves: tensorboard --logdir {folder}\ngo on: the same command with --experiment e, .*"
         assert re.search(rf"^done: {step:,} steps, .*\n{ways}$", text, re.M)
     cfg = json.loads((folder / "cfg.json").read_text())
@@ -405,4 +405,5 @@ def test_defaults_that_depend_on_other_flags(cgroup, monkeypatch):
         assert (args.num_workers, args.precision, args.worker_num_splits, args.sync) == (8, precision, 2, False)
     args = appo_doom.Args(device="cpu", precision="float32")
     assert (args.batch_size, args.precision, args.worker_num_splits, args.sync) == (1024, "float32", 1, False)
-    assert appo_doom.Args(device="cpu", num_workers=0).sync
+    args = appo_doom.Args(device="cpu", num_workers=0)
+    assert appo_doom.take_turns(args) and not args.sync, "resumed with other workers it would be in turn for ever"
