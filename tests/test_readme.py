@@ -195,7 +195,10 @@ def test_files_and_flags_exist(name):
     folders = ROOT, ROOT / "benchmark", ROOT / "tests"
     ours = re.compile(r"appo_|dummy_|evaluate|carry|benchmark/|tests/|test_")
     assert [file for file in named if ours.match(file) and not any((folder / file).exists() for folder in folders)] == []
-    assert flags_in(DOCUMENTS[name]) - known_flags() == set()
+    text = DOCUMENTS[name]
+    if name == "QUESTIONS.md":
+        text = re.sub(r"^\| [^|]* \|", "", text, flags=re.M)  # Sample Factory's own
+    assert flags_in(text) - known_flags() == set()
 
 
 def anchors(text: str) -> set[str]:
