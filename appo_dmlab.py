@@ -1173,7 +1173,7 @@ class Inference:
             with contextlib.suppress(queue.Empty):
                 return self.full.get(timeout=5)
             now = self.counts["rows"]
-            tqdm.write(f"waiting for the first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
+            tqdm.write(f"waiting for environments and first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
         return self.full.get()
 
     def receive(self, pipe):
@@ -1555,7 +1555,8 @@ def load_checkpoint(folder: Path, learner: Learner):
     try:
         learner.agent.load_state_dict(content["agent"])
     except RuntimeError as error:
-        raise UserError(f"{folder} holds another network than this file makes with these flags: {error}") from None
+        what = " ".join(str(error).split())[:300]  # of many lines
+        raise UserError(f"{folder} holds another network than these flags make: {what}") from None
     learner.optimizer.load_state_dict(content["optimizer"])
     learner.inference.publish(content["version"])
     learner.global_step = content["global_step"]
@@ -1578,7 +1579,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=None,
+            disable=None if args.num_workers else True,  # a debugger draws over it
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
@@ -1681,7 +1682,8 @@ def train(args: Args, folder: Path) -> int:
         f"{end}: {learner.global_step:,} steps, {reporter.score}",
         f"play: python evaluate.py {folder}",
         f"curves: tensorboard --logdir {folder}",
-        f"go on: the same command with --experiment {args.experiment}, after its end with a larger --total-timesteps",
+        f"go on: the same command with --experiment {args.experiment}",
+        "    (after its end with a larger --total-timesteps, too)",
     ]
     log(folder, "\n".join(lines if learner.global_step else lines[:1]))
     return 130 if stopped else 0
@@ -1702,7 +1704,7 @@ def saved_args(folder: Path) -> Args:
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    args = tyro.cli(Args, description=__doc__.partition(":")[0])
     if args.experiment is None:
         level = args.env_id.replace("/", "_")[:100]
         args.experiment = f"{level}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"

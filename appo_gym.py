@@ -10,8 +10,8 @@
 # ]
 # ///
 # appo_gym.py $Id$
-"""Asynchronous PPO with V-trace on any Gymnasium environment that takes discrete actions: the whole pipeline of Sample
-Factory / IMPALA in one file, and the base that the other files are edits of.
+"""Asynchronous PPO with V-trace for Gymnasium environments of discrete actions: the whole pipeline of Sample Factory /
+IMPALA in one file, and the base that the other files are edits of.
 
     python appo_gym.py --env-id CartPole-v1
     python appo_gym.py --env-id minigrid:MiniGrid-Empty-8x8-v0
@@ -254,8 +254,8 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
         if isinstance(error, TypeError) and "__init__() missing" not in str(error):
             raise  # it is a mistake in the environment
         raise UserError(
-            f"--env-id {args.env_id}: {error} (the module that registers it is named, too, as in ale_py:ALE/Pong-v5; "
-            "arguments that it needs are given in `make_envs`)"
+            f"--env-id {args.env_id}: {error} (install it, and name the module that registers it, too, as in "
+            "ale_py:ALE/Pong-v5; arguments that it needs are given in `make_envs`)"
         ) from None
     except OSError as error:  # of the environment: with a traceback, unlike those of our own files, see `main`
         raise RuntimeError(f"--env-id {args.env_id} cannot be made") from error
@@ -800,7 +800,7 @@ class Inference:
             with contextlib.suppress(queue.Empty):
                 return self.full.get(timeout=5)
             now = self.counts["rows"]
-            tqdm.write(f"waiting for the first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
+            tqdm.write(f"waiting for environments and first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
         return self.full.get()
 
     def receive(self, pipe):
@@ -1086,7 +1086,8 @@ def load_checkpoint(folder: Path, learner: Learner):
     try:
         learner.agent.load_state_dict(content["agent"])
     except RuntimeError as error:
-        raise UserError(f"{folder} holds another network than this file makes with these flags: {error}") from None
+        what = " ".join(str(error).split())[:300]  # of many lines
+        raise UserError(f"{folder} holds another network than these flags make: {what}") from None
     learner.optimizer.load_state_dict(content["optimizer"])
     learner.inference.version = content["version"]
     learner.global_step = content["global_step"]
@@ -1107,7 +1108,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=None,
+            disable=None if args.num_workers else True,  # a debugger draws over it
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
@@ -1194,9 +1195,10 @@ def train(args: Args, folder: Path) -> int:
     end = "stopped" if stopped else "done"
     lines = [
         f"{end}: {learner.global_step:,} steps, {reporter.score}",
-        f"play: python evaluate.py {folder}",
+        f"play: python evaluate.py {folder} --env-id {args.env_id}",
         f"curves: tensorboard --logdir {folder}",
-        f"go on: the same command with --experiment {args.experiment}, after its end with a larger --total-timesteps",
+        f"go on: the same command with --experiment {args.experiment}",
+        "    (after its end with a larger --total-timesteps, too)",
     ]
     print("\n".join(lines if learner.global_step else lines[:1]))
     return 130 if stopped else 0
@@ -1218,7 +1220,7 @@ def saved_args(folder: Path) -> Args:
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
     sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    args = tyro.cli(Args, description=__doc__.partition(":")[0])
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory

@@ -11,8 +11,8 @@
 # ]
 # ///
 # appo_mujoco.py $Id$
-"""Asynchronous PPO with V-trace for continuous actions, of MuJoCo on EnvPool or of any Gymnasium environment: the whole
-pipeline of Sample Factory / IMPALA in one file.
+"""Asynchronous PPO with V-trace for continuous actions (MuJoCo, Gymnasium): the whole pipeline of Sample Factory /
+IMPALA in one file.
 
     python appo_mujoco.py --env-id HalfCheetah-v5
     python appo_mujoco.py --env-id my_module:MyRobot-v0    # one of your own, which importing my_module registers
@@ -298,8 +298,8 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
         if args.env_id in TASKS:
             raise UserError(f"--env-id {args.env_id}: EnvPool cannot draw it, and Gymnasium says: {error}") from None
         raise UserError(
-            f"--env-id {args.env_id}: {error} (the module that registers it is named, too, as in my_module:MyRobot-v0; "
-            "arguments that it needs are given in `make_envs`)"
+            f"--env-id {args.env_id}: {error} (install it, and name the module that registers it, too, as in "
+            "my_module:MyRobot-v0; arguments that it needs are given in `make_envs`)"
         ) from None
     except OSError as error:  # of the environment: with a traceback, unlike those of our own files, see `main`
         raise RuntimeError(f"--env-id {args.env_id} cannot be made") from error
@@ -829,7 +829,7 @@ class Inference:
             with contextlib.suppress(queue.Empty):
                 return self.full.get(timeout=5)
             now = self.counts["rows"]
-            tqdm.write(f"waiting for the first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
+            tqdm.write(f"waiting for environments and first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
         return self.full.get()
 
     def receive(self, pipe):
@@ -1116,7 +1116,8 @@ def load_checkpoint(folder: Path, learner: Learner):
     try:
         learner.agent.load_state_dict(content["agent"])
     except RuntimeError as error:
-        raise UserError(f"{folder} holds another network than this file makes with these flags: {error}") from None
+        what = " ".join(str(error).split())[:300]  # of many lines
+        raise UserError(f"{folder} holds another network than these flags make: {what}") from None
     learner.optimizer.load_state_dict(content["optimizer"])
     learner.inference.version = content["version"]
     learner.global_step = content["global_step"]
@@ -1137,7 +1138,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=None,
+            disable=None if args.num_workers else True,  # a debugger draws over it
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
@@ -1224,9 +1225,10 @@ def train(args: Args, folder: Path) -> int:
     end = "stopped" if stopped else "done"
     lines = [
         f"{end}: {learner.global_step:,} steps, {reporter.score}",
-        f"play: python evaluate.py {folder}",
+        f"play: python evaluate.py {folder} --env-id {args.env_id}",
         f"curves: tensorboard --logdir {folder}",
-        f"go on: the same command with --experiment {args.experiment}, after its end with a larger --total-timesteps",
+        f"go on: the same command with --experiment {args.experiment}",
+        "    (after its end with a larger --total-timesteps, too)",
     ]
     print("\n".join(lines if learner.global_step else lines[:1]))
     return 130 if stopped else 0
@@ -1248,7 +1250,7 @@ def saved_args(folder: Path) -> Args:
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
     sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    args = tyro.cli(Args, description=__doc__.partition(":")[0])
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory

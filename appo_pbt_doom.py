@@ -12,7 +12,7 @@
 # ]
 # ///
 # appo_pbt_doom.py $Id$
-"""Asynchronous PPO with V-trace for several policies at once on ViZDoom: populations, bots, self-play.
+"""Asynchronous PPO with V-trace for several policies on ViZDoom: populations, bots, self-play.
 
     python appo_pbt_doom.py --env-id duel --num-policies 4 --with-pbt --total-timesteps 20000000
     python appo_pbt_doom.py --env-id MODULE    # of PettingZoo, such as pettingzoo.butterfly.cooperative_pong_v6
@@ -1516,7 +1516,7 @@ class Inference:
             with contextlib.suppress(queue.Empty):
                 return self.full.get(timeout=5)
             now = self.counts["rows"]
-            tqdm.write(f"waiting for the first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
+            tqdm.write(f"waiting for environments and first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
         return self.full.get()
 
     def receive(self, pipe):
@@ -1972,7 +1972,8 @@ def load_checkpoint(folder: Path, population: Population):
         try:
             learner.agent.load_state_dict(saved["agent"])
         except RuntimeError as error:
-            raise UserError(f"{folder} holds another network than this file makes with these flags: {error}") from None
+            what = " ".join(str(error).split())[:300]  # of many lines
+            raise UserError(f"{folder} holds another network than these flags make: {what}") from None
         learner.optimizer.load_state_dict(saved["optimizer"])
         learner.policy.publish(saved["version"])
         learner.global_step = saved["global_step"]
@@ -2007,7 +2008,7 @@ class Reporter:
             total=self.args.total_timesteps,
             initial=mean_step(self.learners),
             dynamic_ncols=True,
-            disable=None,
+            disable=None if self.args.num_workers else True,  # a debugger draws over it
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
@@ -2162,9 +2163,10 @@ def train(args: Args, folder: Path) -> int:
     end = "stopped" if stopped else "done"
     lines = [
         f"{end}: {mean_step(learners):,} steps, {reporter.score}",
-        f"play: python evaluate.py {folder}",
+        f"play: python evaluate.py {folder} --env-id {args.env_id}",
         f"curves: tensorboard --logdir {folder}",
-        f"go on: the same command with --experiment {args.experiment}, after its end with a larger --total-timesteps",
+        f"go on: the same command with --experiment {args.experiment}",
+        "    (after its end with a larger --total-timesteps, too)",
     ]
     log(folder, "\n".join(lines if mean_step(learners) else lines[:1]))
     return 130 if stopped else 0
@@ -2185,7 +2187,7 @@ def saved_args(folder: Path) -> Args:
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    args = tyro.cli(Args, description=__doc__.partition(":")[0])
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory

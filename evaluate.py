@@ -131,7 +131,8 @@ def agent_of(module, folder: Path, kind: str, policy: int = 0, **flags):
     else:
         content = module.read_checkpoint(folder)
     if content is None:
-        raise UserError(f"no {kind} checkpoint in {folder}")
+        alone = "; this file keeps the latest alone" if kind == "best" and not best.parent.exists() else ""
+        raise UserError(f"no {kind} checkpoint in {folder}{alone}")
     content = content.get("policies", [content])[policy]
     agent = module.Agent(module.spaces_of(args), args)
     try:
@@ -218,6 +219,12 @@ class Drawing:
         pressed = {event.key for event in pygame.event.get(pygame.KEYDOWN)}
         return not pressed & {pygame.K_q, pygame.K_ESCAPE} and not pygame.event.get(pygame.QUIT)
 
+    def tell(self, bar: tqdm) -> None:
+        """A video may be longer than the episodes, and slow to draw: how far it is."""
+        if self.video is not None:
+            bar.set_postfix_str(f"video: {self.frames / self.fps:.0f} s of {self.VIDEO_SECONDS}", refresh=False)
+        bar.update(0)
+
     def close(self) -> None:
         if self.video is not None:
             self.video.close()
@@ -282,7 +289,7 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
         # Only the first one is drawn, where the vector class allows it
         draw = envs.envs[0].render if hasattr(envs, "envs") else lambda: envs.render()[0]
         drawing = stack.enter_context(contextlib.closing(Drawing(options, name, envs.metadata, draw)))
-        bar = stack.enter_context(tqdm(total=count * per_env, desc=name, unit=" episodes", disable=None, leave=False))
+        bar = stack.enter_context(tqdm(total=options.episodes, desc=name, unit=" episodes", disable=None, leave=False, miniters=0))
         played = 0  # episodes of the first one
         while any(len(finished) < per_env for finished in returns) or drawing.recording() and played < options.episodes:
             if not drawing.step(games.worker.sums[0, 0], arrays.terminated[rows][0]):
@@ -294,12 +301,13 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
             outputs, _, state = agent(obs, games.mailbox.first[rows].to(device)[None], state)
             games.step(choose(module, agent, outputs[0], options.likeliest).cpu().numpy())
             lengths += 1
+            drawing.tell(bar)
             for i in np.flatnonzero(arrays.episode[rows, games.length]):
                 lengths[i] = 0
                 played += i == 0
                 if len(returns[i]) < per_env:
                     returns[i].append(float(arrays.episode[rows][i, 0]))
-                    bar.update()
+                    bar.update(bar.n < bar.total)
         else:
             drawing.step(games.worker.sums[0, 0], arrays.terminated[rows][0])  # the last one
     return [value for finished in returns for value in finished][: options.episodes]
@@ -312,7 +320,7 @@ def evaluate_policy(module, args, options: Options) -> list[float]:
     agent, args, step = agent_of(module, options.folder, options.kind(), **asdict(args) | {flag: count})
     returns = play(module, agent, args, options, args.env_id)
     if returns:
-        print(f"{len(returns)} episodes, {options.actions()}, step {step:,}: "
+        print(f"{len(returns)} episodes, {options.actions()}, step {step:,}:\n"
               f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} (standard deviation), "
               f"from {min(returns):.2f} to {max(returns):.2f}")  # fmt: skip
     return returns
@@ -447,7 +455,7 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
     with (
         options.until_interrupted(),
         contextlib.closing(Drawing(options, title, metadata, render)) as drawing,
-        tqdm(total=per_env * len(table), desc="episodes", disable=None, leave=False) as bar,
+        tqdm(total=per_env * len(table), desc="episodes", disable=None, leave=False, miniters=0) as bar,
     ):
         shown = 0  # matches of the first environment
         while min(map(len, played)) < per_env or drawing.recording() and shown < options.episodes:
@@ -458,6 +466,7 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
                 logits, _, states[policy] = network(obs, mailbox.first[own].to(device)[None], states[policy])
                 arrays.action[own] = choose(module, network, logits[0], options.likeliest).cpu().numpy()
             worker.step()
+            drawing.tell(bar)
             for row in np.flatnonzero(arrays.episode[:, 1]):  # its length
                 ended[row // seats][row % seats] = arrays.episode[row].tolist()
             for e, episodes in enumerate(ended):

@@ -3,6 +3,7 @@
 names() { sed -n '/^# ---- names/,$s/^\([a-z_0-9]*\)() {  # \(.*\)/\1 \2/p' "$0"; }
 name=${1:-}
 if ! names | grep -q "^$name "; then
+    case $name in '' | -h | --help) ;; *) printf 'error: there is no %s here\n\n' "$name" >&2 ;; esac
     sed -n '2,/^# NAME/s/^# \?//p' "$0" >&2
     names | while read -r known text; do printf '    %-20s%s\n' "$known" "$text" >&2; done
     exit 2

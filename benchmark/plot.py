@@ -349,7 +349,8 @@ FIGURES = {
 
 def main() -> None:
     if sys.argv[1:] and sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
+        print(__doc__)
+        sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
     if sys.argv[1:]:
         path = Path(sys.argv[1]).absolute()
         return combinations(path) if path.is_dir() else population(path.with_suffix(".png"), path.stem, path)

@@ -114,7 +114,7 @@ def test_a_run_of_a_renamed_copy(run, tmp_path):
     assert r.wait(60) == 0, r.text()
     done = python(ROOT / "evaluate.py", "e", "--episodes", "16", "--seed", "1", folder=tmp_path)
     mean = 1000 * np.mean([length(me, 0) for me in range(1, 17)])
-    assert re.fullmatch(rf"by {script}\n16 episodes, sampled actions, step [\d,]+: return {mean:.2f} \+- .*\n", done.stdout), done
+    assert re.fullmatch(rf"by {script}\n16 episodes, sampled actions, step [\d,]+:\nreturn {mean:.2f} \+- .*\n", done.stdout), done
 
 
 # Nothing can be done in it but to walk, which costs 1 a tic; an episode has 80
@@ -140,7 +140,7 @@ def test_a_scenario_of_ones_own_is_trained_on_and_played(main, play, tmp_path, m
     assert code == 0, text
     monkeypatch.chdir(elsewhere)
     code, text = play(tmp_path / "e", "--episodes", 2)
-    assert code == 0 and re.search(r"2 episodes, sampled actions, step \d+: return -80.00 \+- 0.00 ", text), text
+    assert code == 0 and re.search(r"2 episodes, sampled actions, step \d+:\nreturn -80.00 \+- 0.00 ", text), text
 
 
 def test_which_file_plays(play, tmp_path, monkeypatch):
@@ -193,13 +193,13 @@ def test_a_runs_folder_names_no_code_to_be_run(play, own_env, tmp_path, monkeypa
     assert str(error.value) == sentence
     assert not marker.exists() and "own_module" not in sys.modules
     code, text = play(folder, "--episodes", 2, "--env-id", "own_module:Own-v0", by=ROOT / "appo_gym.py")
-    assert code == 0 and text.startswith("2 episodes, sampled actions, step 7: return 9.00 +- 0.00") and marker.exists()
+    assert code == 0 and text.startswith("2 episodes, sampled actions, step 7:\nreturn 9.00 +- 0.00") and marker.exists()
 
 
 def test_an_environment_that_is_registered_where_the_user_is(own_env, tmp_path):
     """As in training: a module in the working directory is found."""
     done = python(ROOT / "evaluate.py", "e", "--episodes", "2", "--env-id", "own_module:Own-v0", folder=tmp_path)
-    assert "2 episodes, sampled actions, step 7: return 9.00 +- 0.00" in done.stdout, done.stdout
+    assert "2 episodes, sampled actions, step 7:\nreturn 9.00 +- 0.00" in done.stdout, done.stdout
 
 
 def test_load_agent_makes_environments_of_this_process(own_env, tmp_path, monkeypatch):
@@ -230,14 +230,14 @@ def test_every_environment_plays_as_often(play, drawn, flags, action, step):
     returns = [RAW[action] * length(me, episode) for me in range(1, 17) for episode in range(2)][:20]
     expected = f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} (standard deviation), from "
     expected += f"{min(returns):.2f} to {max(returns):.2f}\n"
-    assert play(drawn, "--episodes", 20, *flags) == (0, f"20 episodes, likeliest actions, step {step}: {expected}")
+    assert play(drawn, "--episodes", 20, *flags) == (0, f"20 episodes, likeliest actions, step {step}:\n{expected}")
 
 
 def test_runs_of_other_files_are_played_and_drawn(play, drawn_of):
     folder, factor = drawn_of
     returns = [factor * RAW[LATEST] * length(me, episode) for me in range(1, 17) for episode in range(2)][:20]
     code, text = play(folder, "--episodes", 20, "--likeliest", "--save-video")
-    expected = f"20 episodes, likeliest actions, step 5: return {np.mean(returns):.2f} +- {np.std(returns):.2f} (standard deviation), from "
+    expected = f"20 episodes, likeliest actions, step 5:\nreturn {np.mean(returns):.2f} +- {np.std(returns):.2f} (standard deviation), from "
     assert code == 0 and expected in text and f"wrote {folder}/video.mp4 (" in text
     frame = imageio.get_reader(folder / "video.mp4").get_data(0)
     assert frame.shape == (240, 320, 3) and abs(frame[..., 0].mean() - 200) < 10
@@ -249,7 +249,7 @@ def test_a_real_environment_is_drawn(play, main, tmp_path):
     code, text = main(appo_gym, "--train-dir", tmp_path, "--experiment", "e", *flags)
     assert code == 0, text
     code, text = play(tmp_path / "e", "--episodes", 2, "--save-video", by=ROOT / "appo_gym.py")
-    assert code == 0 and "2 episodes, sampled actions, step 8: return " in text
+    assert code == 0 and "2 episodes, sampled actions, step 8:\nreturn " in text
     assert imageio.get_reader(tmp_path / "e" / "video.mp4").get_data(0).std() > 1, "there is something to see"
 
 
@@ -258,9 +258,9 @@ def test_sampled_actions_and_overrides(play, drawn):
     _, same = play(drawn, "--episodes", 3, "--device", "cpu", "--no-likeliest")
     code, other = play(drawn, "--episodes", 3, "--gamma", "0.5", "--seed", "2")
     _, likeliest = play(drawn, "--episodes", 3, "--likeliest")
-    assert code == 0 and one == same != other and one.split(": ")[1] != likeliest.split(": ")[1]
-    assert re.fullmatch(r"3 episodes, sampled actions, step 5: return .*\n", one)
-    assert re.fullmatch(r"override: seed 1 -> 2\noverride: gamma 0.99 -> 0.5\n3 episodes, .*\n", other)
+    assert code == 0 and one == same != other and one.split(":\n")[1] != likeliest.split(":\n")[1]
+    assert re.fullmatch(r"3 episodes, sampled actions, step 5:\nreturn .*\n", one)
+    assert re.fullmatch(r"override: seed 1 -> 2\noverride: gamma 0.99 -> 0.5\n3 episodes, .*\nreturn .*\n", other)
 
 
 def test_a_run_of_another_version_of_the_file(play, drawn):
@@ -352,7 +352,7 @@ def window(monkeypatch):
 def test_a_window_shows_one_environment_at_its_own_speed(play, drawn, window):
     code, text = play(drawn, "--watch", "--episodes", 3, "--likeliest", **SHOWN)
     first, *others = lengths = [length(1, episode) for episode in range(3)]
-    assert code == 0 and f"3 episodes, likeliest actions, step 5: return {RAW[LATEST] * np.mean(lengths):.2f}" in text
+    assert code == 0 and f"3 episodes, likeliest actions, step 5:\nreturn {RAW[LATEST] * np.mean(lengths):.2f}" in text
     assert len(window.titles) == sum(lengths) + 3, "each has a picture before its first step"
     ends = np.cumsum(np.add(lengths, 1)) - 1
     assert [window.titles[end] for end in ends] == [f"basic: return {n * RAW[LATEST]:.2f}" for n in lengths], "and one at its end"
@@ -373,7 +373,7 @@ def test_a_window_is_closed(play, drawn, window, event):
     window.event = (steps, *event)
     code, text = play(drawn, "--watch", "--save-video", "--likeliest", **SHOWN)
     assert code == 0 and len(window.titles) == steps and f"({steps - 1} frames)" in text
-    assert f"1 episodes, likeliest actions, step 5: return {RAW[LATEST] * length(1, 0):.2f}" in text, "what was played until then"
+    assert f"1 episodes, likeliest actions, step 5:\nreturn {RAW[LATEST] * length(1, 0):.2f}" in text, "what was played until then"
 
 
 def test_a_screen_that_is_not_there(drawn):
@@ -443,7 +443,7 @@ def test_ctrl_c_shows_what_was_played(play, drawn, monkeypatch):
 
     monkeypatch.setattr(evaluate.Games, "step", step)
     code, text = play(drawn, "--episodes", 4000)
-    assert code == 130 and re.search(r"^\d\d+ episodes, sampled actions, step 5: return .*\nstopped\n$", text, re.M), text
+    assert code == 130 and re.search(r"^\d\d+ episodes, sampled actions, step 5:\nreturn .*\nstopped\n$", text, re.M), text
 
 
 def test_a_run_in_train_dir_is_named(play, drawn, tmp_path, monkeypatch):

@@ -216,7 +216,7 @@ def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(appo, train, 
     appo = appo_gym if base else appo
     assert train(appo) == 0
     before, files = newest(tmp_path), sorted(tmp_path.rglob("*"))
-    last = f"{before['global_step']:,} steps, return [-.0-9]+\nplay: python evaluate.py {tmp_path / 'run'}\n"
+    last = f"{before['global_step']:,} steps, return [-.0-9]+\nplay: python evaluate.py {tmp_path / 'run'}( --env-id .*)?\n"
     assert re.search(f"^done: {last}", capsys.readouterr().out, re.M)
     assert train(appo) == 0
     assert capsys.readouterr().out.endswith("it is finished: raise --total-timesteps\n")
@@ -571,4 +571,4 @@ def test_what_is_slow_is_named(tmp_path_factory, train, tmp_path, monkeypatch, s
 def test_a_first_update_that_is_long_in_coming_says_what_it_waits_for(tmp_path_factory, train, tmp_path, capsys):
     slow = COUNTING.replace("        self.count += 1\n", "        self.count += 1\n        time.sleep(0.5)\n")
     assert train(load(with_envs(tmp_path_factory.mktemp("slow"), "appo_slow_first", slow)), total_timesteps=1) == 0  # 5 steps of 4 environments
-    assert re.search(r"^waiting for the first rollouts: \d+ steps, [123] steps/s$", capsys.readouterr().out, re.M)
+    assert re.search(r"^waiting for environments and first rollouts: \d+ steps, [123] steps/s$", capsys.readouterr().out, re.M)
