@@ -25,8 +25,8 @@ A deliberate edit of appo_gym.py. What differs:
 - splits, batches of whole blocks, iterations collected ahead, samples that are too old left out;
 - a copy of the network acts, in bfloat16 where the machine has it; normalised images in one pass; GRU or LSTM over
   stretches of time;
-- Sample Factory's algorithm for Doom: PPO's value clip instead of PopArt, a divergence from the uniform policy instead
-  of the entropy, ELU, orthogonal weights of gain 1; the first batch only begins the inputs' statistics.
+- Sample Factory's algorithm for Doom: no PopArt, a divergence from the uniform policy instead of the entropy, ELU,
+  orthogonal weights of gain 1; the first batch only begins the inputs' statistics.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+

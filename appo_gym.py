@@ -134,6 +134,8 @@ class Args:
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 is the V-trace of the paper
     clip_coef: float = 0.2  # PPO: the ratio is clipped to [1/(1+e), 1+e]
+    ppo_clip_value: float = 0.2
+    """PPO: how far the value may move from the one at acting time, in standard deviations of the targets"""
     vf_coef: float = 0.5  # coefficient of the value loss (the error is in standard deviations of the targets)
     ent_coef: float = 0.01  # coefficient of the entropy, which is rewarded
     max_grad_norm: float = 4.0  # gradients are scaled down to this norm; 0 turns it off
@@ -534,7 +536,9 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_losses = -torch.min(ratio * advantages, clipped * advantages)
-    value_losses = ((values - targets) / agent.critic.std).square()
+    reach = args.ppo_clip_value * agent.critic.std
+    near = batch.values + (values - batch.values).clamp(-reach, reach)
+    value_losses = torch.max((values - targets).square(), (near - targets).square()) / agent.critic.std.square()
     loss = mean(policy_losses + args.vf_coef * value_losses - args.ent_coef * entropy)
 
     with torch.no_grad():
@@ -629,6 +633,7 @@ class Rollouts:
         self.obs = zeros_for(spaces, T + 1, slots, device=device)
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
+        self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
         self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # at obs[0], before `first[0]` zeroes it
         # on the host
         self.first = np.zeros((T + 1, slots), bool)
@@ -867,13 +872,14 @@ class Inference:
         d_rows, d_t, d_slots = torch.from_numpy(np.stack([rows, t, slots])).to(self.device, non_blocking=True)
         first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device, non_blocking=True)
         with self.lock:
-            logits, _, self.state[d_rows] = self.agent(obs, first, self.state[d_rows])
+            logits, values, self.state[d_rows] = self.agent(obs, first, self.state[d_rows])
             choices = distributions(logits[0], self.agent.heads)
             actions = draw(choices)
             self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
             rollouts.versions[t, slots] = self.version
         rollouts.actions[d_t, d_slots] = actions
         rollouts.logprobs[d_t, d_slots] = log_prob(choices, actions)
+        rollouts.values[d_t, d_slots] = values[0]
         self.t[workers] += 1
         ended = rows[self.mailbox.episode[rows].any(axis=1)]
         self.episodes.extend(self.mailbox.episode[ended].tolist())

@@ -256,11 +256,9 @@ def test_loss_against_numpy(appo):
     advantage = (advantage - advantage.mean()) / advantage.std()
     policy = -np.minimum(ratio * advantage, np.clip(ratio, 1 / 1.3, 1.3) * advantage).mean()
     new, old = values[:-1].double().numpy()[m], batch.values.numpy()[m]
-    if hasattr(args, "ppo_clip_value"):
-        clipped = old + np.clip(new - old, -args.ppo_clip_value, args.ppo_clip_value)
-        value = np.maximum((new - vs) ** 2, (clipped - vs) ** 2).mean()
-    else:  # in units of the targets' deviation, which is a prior still
-        value = ((new - vs) ** 2).mean()
+    # Where it is in units of the targets' deviation, that is a prior still: 1
+    clipped = old + np.clip(new - old, -args.ppo_clip_value, args.ppo_clip_value)
+    value = np.maximum((new - vs) ** 2, (clipped - vs) ** 2).mean()
     explore = (skl if hasattr(appo, "symmetric_kl") else -entropy).numpy()[m].mean()
     assert loss.item() == pytest.approx(policy + 0.7 * value + 0.1 * explore, rel=1e-4)
     assert metrics["losses/entropy"].item() == pytest.approx(entropy.numpy()[m].mean(), rel=1e-4)

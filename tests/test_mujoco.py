@@ -313,8 +313,9 @@ def test_loss_against_numpy():
     ratio, vs, advantage = ratio.numpy()[m], vs[:-1].numpy()[m], advantage.numpy()[m]
     advantage = (advantage - advantage.mean()) / advantage.std()
     policy = -np.minimum(ratio * advantage, np.clip(ratio, 1 / 1.3, 1.3) * advantage).mean()
-    new = values[:-1].double().numpy()[m]
-    value = ((new - vs) ** 2).mean() / 9
+    new, old = values[:-1].double().numpy()[m], batch.values.numpy()[m]
+    clipped = old + np.clip(new - old, -3 * args.ppo_clip_value, 3 * args.ppo_clip_value)
+    value = np.maximum((new - vs) ** 2, (clipped - vs) ** 2).mean() / 9
     kl = kl_divergence(pi, mu).numpy()[m].mean()
     assert loss.item() == pytest.approx(policy + 0.7 * value - 0.1 * pi.entropy().numpy()[m].mean() + 0.3 * kl, rel=1e-4)
     assert metrics["losses/kl"].item() == pytest.approx(kl, rel=1e-4)
@@ -345,7 +346,7 @@ def test_the_size_of_the_rewards_does_not_matter():
         args, agent = make_agent(appo)
         batch = make_batch(appo, agent)
         agent.critic.std.fill_(size)
-        batch = SimpleNamespace(**vars(batch) | dict(rewards=size * batch.rewards))
+        batch = SimpleNamespace(**vars(batch) | dict(rewards=size * batch.rewards, values=size * batch.values))
         appo.appo_loss(args, agent, batch)[0].backward()
         gradients.append([weight.grad for weight in agent.parameters()])
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
@@ -379,7 +380,7 @@ def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     results = [evaluated("--episodes", "3", *likeliest) for likeliest in (["--likeliest"], [], ["--likeliest"])]
     assert results[0] == results[2] and results[0][1].split("step")[1] != results[1][1].split("step")[1]
-    assert results[0][0] == 0 and re.search(r"3 episodes, likeliest actions, step [\d,]+: return [\d.]+ \+- [\d.]+", results[0][1])
+    assert results[0][0] == 0 and re.search(r"3 episodes, likeliest actions, step [\d,]+:\nreturn [\d.]+ \+- [\d.]+", results[0][1])
     code, text = evaluated("--episodes", "1", "--save-video")
     if not importlib.util.find_spec("mujoco"):
         assert code == 2 and re.search("error: --env-id Hopper-v5: EnvPool cannot draw it, and Gymnasium says: MuJoCo is not installed", text), text
