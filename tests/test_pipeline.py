@@ -230,12 +230,12 @@ def test_sync_is_one_rollout_of_every_row(appo, tmp_path):
 
 def test_a_killed_actor_breaks_one_transition_and_no_more(tmp_path_factory, tmp_path):
     appo = load(with_envs(tmp_path_factory.mktemp("killed"), "pipeline_killed", COUNTING))
+    rollouts = []
     with Pipeline(appo, tmp_path, worker_num_splits=1) as pipeline:
         for _ in range(6):
-            pipeline.take()
+            rollouts += pipeline.take()
         pipeline.inference.version = 7  # as the learner would have had it by then
         torch.multiprocessing.active_children()[0].kill()
-        rollouts = []
         while "starting another" not in pipeline.log() or len(rollouts) < 100:
             rollouts += pipeline.take()
         for _ in range(8):
