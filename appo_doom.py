@@ -1346,8 +1346,8 @@ def running(inference: Inference, folder: Path):
     actors = {}
 
     def start(worker, pipe):
-        life = args.seed, inference.version, worker, inference.early_deaths[worker]
-        seed = random.Random(str(life)).getrandbits(30)
+        life = inference.version + inference.early_deaths[worker]
+        seed = random.Random(f"{args.seed} {life} {worker}").getrandbits(30)
         arguments = (args, worker, seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
         actor.start()

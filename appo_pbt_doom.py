@@ -1873,8 +1873,8 @@ def running(inference: Inference, folder: Path):
     actors = {}
 
     def start(worker, pipe):
-        life = args.seed, inference.policies[0].version, worker, inference.early_deaths[worker]
-        seed = random.Random(str(life)).getrandbits(30)
+        life = inference.policies[0].version + inference.early_deaths[worker]
+        seed = random.Random(f"{args.seed} {life} {worker}").getrandbits(30)
         arguments = (args, worker, rows[worker], seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
         actor.start()

@@ -333,8 +333,8 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(main, tmp_path):
 
 def test_who_reads_the_output_goes(tmp_path, odd):
     flags = " ".join(map(str, ("--train-dir", tmp_path, *GYM, "--num-workers", 0, "--total-timesteps", 1000)))
-    result = subprocess.run(f"{sys.executable} {ROOT / 'appo_gym.py'} {flags} | head -1", shell=True, capture_output=True, text=True, timeout=60)
-    assert re.fullmatch("CartPole-v1: 0 workers, 4 environments\n", result.stdout) and result.stderr == "", result
+    result = subprocess.run(f"{sys.executable} {ROOT / 'appo_gym.py'} {flags} | head -2", shell=True, capture_output=True, text=True, timeout=60)
+    assert re.fullmatch("CartPole-v1: 0 workers, 4 environments\na new run in .*\n", result.stdout) and result.stderr == "", result
     latest(tmp_path / "e")
 
 

@@ -103,8 +103,9 @@ def learn(appo, slots: list[int]) -> dict:
         metrics.append(iterate(5, cut=[4, 5]))  # the second rank has none that is valid
         counts, weights = (learner.global_step, learner.inference.version), copy.deepcopy(learner.agent.state_dict())
         assert max((weights[key] - start[key]).abs().max() for key in weights if key.endswith("weight")) > 1e-3
-        with pytest.raises(FloatingPointError, match="an observation (or a return )?is not finite"):
-            iterate(6, change=lambda: spoil(r.obs["vector"], torch.inf))
+        if "vector" in learner.agent.normalizers:  # else only images are seen, which are whole numbers
+            with pytest.raises(FloatingPointError, match="an observation (or a return )?is not finite"):
+                iterate(6, change=lambda: spoil(r.obs["vector"], torch.inf))
         with pytest.raises(FloatingPointError, match="the loss"):
             iterate(7, change=lambda: spoil(r.rewards, np.nan))
     assert all(x.isfinite().all() for x in learner.agent.state_dict().values())
