@@ -18,9 +18,9 @@ IMPALA in one file, and the base that the other files are edits of.
     python appo_gym.py --env-id my_module:MyEnv-v0    # one of your own, which importing my_module registers
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
-On 2 cores of an AMD EPYC (Zen 3, no GPU) CartPole-v1 is solved (a mean return of 475) after 68 thousand steps, with
---num-workers 16 after 71 (medians of five seeds, 2026-11-27; benchmark/results/core_gym.csv). LunarLander-v3 needs
-pip install "gymnasium[box2d]".
+On 2 cores of an AMD EPYC (Zen 3, no GPU) CartPole-v1 is solved (a mean return of 475) after 75 to 77 thousand steps,
+Acrobot-v1 (-100) after 50 to 67 (three and six seeds, 2026-11-28; benchmark/results/core_gym_goals.json).
+LunarLander-v3 needs pip install "gymnasium[box2d]".
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
