@@ -218,9 +218,12 @@ def test_agreement(play, variant, rnn, vector, heads):
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_missing_wait_is_found(play, tmp_path, mutant, variant):
     kind, edits = MUTANTS[mutant]
-    answer = play(edited(tmp_path, "appo_mutant", *edits(variant), source=ROOT / variant), "order", True)
-    found = {kind for kind, *_ in answer["reports"]}
-    assert kind in found or f"RuntimeError: {kind}" in answer["error"], answer
+    mutated = edited(tmp_path, "appo_mutant", *edits(variant), source=ROOT / variant)
+    for _ in range(3):  # a race is met where one of two threads is quick, on a busy machine not every time
+        answer = play(mutated, "order", True)
+        if kind in {kind for kind, *_ in answer["reports"]} or f"RuntimeError: {kind}" in answer["error"]:
+            return
+    raise AssertionError(answer)
 
 
 # --- what follows is for the process with the simulated device
