@@ -297,10 +297,10 @@ exec setpriv --pdeathsig KILL sh -c '[ $PPID = {os.getpid()} ] && exec "$@"' - {
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def unlink_shared_memory():
-    """The shared memory of our engines, once they have opened it: without a name it goes with them, however they
-    end. Only an engine that dies while it starts, alone or with its actor, leaves its file behind, 3 MiB at most."""
-    for line in open("/proc/self/maps"):
+def unlink_shared_memory(process="self"):
+    """The shared memory of a process's engines, once they have opened it: without a name it goes with them, however
+    they end. Only where an engine or its actor dies by itself while the engine starts is a file left, 3 MiB at most."""
+    for line in open(f"/proc/{process}/maps"):
         if "/dev/shm/ViZDoom" in line and "(deleted)" not in line:
             Path(line.split()[-1]).unlink(missing_ok=True)
 
@@ -1330,6 +1330,8 @@ def log(folder: Path, text, show=True):
 
 def kill(actor):
     """An actor's process, and the programs that its environments have started."""
+    with contextlib.suppress(OSError):  # it has ended
+        unlink_shared_memory(actor.pid)  # an engine may be starting
     actor.kill()
     with contextlib.suppress(OSError):  # there is none
         os.killpg(actor.pid, signal.SIGKILL)

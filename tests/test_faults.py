@@ -293,6 +293,13 @@ def test_ctrl_c_while_actors_import(start, seconds):
     assert (r.folder / "e" / "latest.pth").exists() != ("stopped: 0 steps" in text), "none of a network that has learned nothing"
 
 
+def test_ctrl_c_while_engines_start(start):
+    """More of them than start in the five seconds after which actors are killed. The fixture sees whether their shared memory is left."""
+    r = start("--num-envs-per-worker", "64")
+    r.wait_for(lambda: len(r.engines()) > 2, what="the first games")
+    assert "stopped: 0 steps" in stop(r)
+
+
 def test_a_signal_does_not_cut_an_update_in_two(main, tmp_path, monkeypatch):
     """Here it comes after Adam's step, and before the new version."""
     update, calls = appo_gym.PopArt.update, []

@@ -744,6 +744,14 @@ def test_what_is_killed_one_after_the_other(start):
 MATCH = ("--env-id", "duel", "--num-envs-per-worker", "2")
 
 
+def test_ctrl_c_while_matches_start(start):
+    """More of them than start in the five seconds after which actors are killed. The fixture sees whether their shared memory is left."""
+    r = start("--env-id", "duel", "--num-envs-per-worker", "16")
+    r.wait_for(lambda: len(r.engines()) > 2, 60, "the first games")
+    os.kill(r.process.pid, signal.SIGINT)
+    assert r.wait(30) == 130 and "stopped: 0 steps" in r.text(), r.text()
+
+
 def test_a_match_with_a_dead_or_hanging_player_costs_an_actor_and_ends_with_main(start):
     """The other players' engines wait for it."""
     r = start(*MATCH, "--actor-timeout", "6")
