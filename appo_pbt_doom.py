@@ -88,6 +88,7 @@ import math
 import os
 import queue
 import random
+import re
 import selectors
 import shlex
 import shutil
@@ -391,12 +392,17 @@ exec setpriv --pdeathsig KILL sh -c '[ $PPID = {os.getpid()} ] && exec "$@"' - {
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def unlink_shared_memory(process="self"):
-    """The shared memory of a process's engines, once they have opened it: without a name it goes with them, however
-    they end. Only where an engine or its actor dies by itself while the engine starts is a file left, 3 MiB at most."""
-    for line in open(f"/proc/{process}/maps"):
-        if "/dev/shm/ViZDoom" in line and "(deleted)" not in line:
-            Path(line.split()[-1]).unlink(missing_ok=True)
+def engine_ids(process="self"):
+    """Ids of a process's engines, in which the names of their files in /dev/shm end."""
+    return set(re.findall(r"/dev/shm/ViZDoom\w+(\w{10})", Path(f"/proc/{process}/maps").read_text()))
+
+
+def unlink_shared_memory(engines):
+    """The shared memory of engines that have opened it, or will not: without a name it goes with them, however they
+    end. Only where an actor dies by itself while an engine starts is a file left, of 3 MiB at most."""
+    for engine in engines:
+        for path in Path("/dev/shm").glob(f"ViZDoom*{engine}"):
+            path.unlink(missing_ok=True)
 
 
 class DoomEnv(gym.Env):
@@ -487,7 +493,7 @@ class DoomEnv(gym.Env):
             except vizdoom.FileDoesNotExistException as error:
                 raise UserError(f"{self.args.cfg_path}: {error}") from None
             finally:
-                unlink_shared_memory()
+                unlink_shared_memory(engine_ids())
         self.tics = 0
         self.weapons = deque(maxlen=5)
         observation = self.observation()
@@ -641,7 +647,7 @@ class DoomMatch:
         try:
             self.together(lambda player: player.game.init())
         finally:
-            unlink_shared_memory()  # only now, when all engines of the match have opened it
+            unlink_shared_memory(engine_ids())  # only now, when all engines of the match have opened it
 
     def reset(self, seed=None, options=None):
         """options["shaping"]: the coefficients of each agent, by the names of `shaping_of`."""
@@ -1856,11 +1862,13 @@ def log(folder: Path, text, show=True):
 
 def kill(actor):
     """An actor's process, and the programs that its environments have started."""
+    engines = ()
     with contextlib.suppress(OSError):  # it has ended
-        unlink_shared_memory(actor.pid)  # an engine may be starting
+        engines = engine_ids(actor.pid)
     actor.kill()
     with contextlib.suppress(OSError):  # there is none
         os.killpg(actor.pid, signal.SIGKILL)
+    unlink_shared_memory(engines)  # of those that were starting
 
 
 @contextlib.contextmanager

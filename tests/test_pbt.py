@@ -727,16 +727,23 @@ def playing(r) -> int:
     return sum(map(started, r.engines()))
 
 
+def all_play(r, seconds=60) -> None:
+    """An engine that dies before its actor has asked for actions ends the run. With eight, the last may still begin its first episode."""
+    r.wait_for(lambda: playing(r) == 8, seconds, "the games")
+    for _ in range(3):
+        goes_on(r)
+
+
 def test_what_is_killed_one_after_the_other(start):
     """An actor and an engine cost an actor, which is replaced. The fixture `run` looks for what stays behind."""
     r = start("--env-id", "basic")
-    r.wait_for(lambda: playing(r) == 8 and steps(r) > 0, 60, "the games")
+    all_play(r)
     for victims, how in ((r.actors, r"died \(exit code -9\)"), (r.engines, r"Traceback[\s\S]+ViZDoom[\s\S]+")):
         victim, *_ = victims()
         os.kill(victim, signal.SIGKILL)
         r.wait_for(lambda how=how: re.search(rf"actor [01]: {how}; starting another", r.text()), 30, "the new actor")
-        r.wait_for(lambda victim=victim: playing(r) == 8 and victim not in r.engines(), 30, "its games")
-        goes_on(r)
+        r.wait_for(lambda victim=victim: victim not in r.engines(), 30, "its end")
+        all_play(r)
     os.kill(r.process.pid, signal.SIGKILL)
     r.wait()
 
@@ -755,14 +762,14 @@ def test_ctrl_c_while_matches_start(start):
 def test_a_match_with_a_dead_or_hanging_player_costs_an_actor_and_ends_with_main(start):
     """The other players' engines wait for it."""
     r = start(*MATCH, "--actor-timeout", "6")
-    r.wait_for(lambda: playing(r) == 8 and steps(r) > 0, 90, "the games")
+    all_play(r, 90)
     # One that was killed with the message queue's lock in its hand hangs, too
     for number, how in ((signal.SIGKILL, r"(Traceback[\s\S]+|hung)"), (signal.SIGSTOP, "hung")):
         victim, before = r.engines()[0], len(r.text())
         os.kill(victim, number)
         r.wait_for(lambda: re.search(rf"actor \d: {how}; starting another", r.text()[before:]), 60, "the new actor")
-        r.wait_for(lambda: victim not in r.engines() and playing(r) == 8, 60, "all engines again")
-        goes_on(r)
+        r.wait_for(lambda: victim not in r.engines(), 60, "its end")
+        all_play(r)
     os.kill(r.process.pid, signal.SIGKILL)  # the fixture `run` looks for what stays behind
     r.wait()
 
