@@ -163,7 +163,8 @@ def replay_table() -> str:
         for name, seeds in settings.items():
             means = [np.interp(grid, points[:, 1], points[:, 2]).mean() for points in seeds.values()]
             rows[name] += [spread(means, "{:.1f}"), spread([end_of(points, TWELVE_MINUTES) for points in seeds.values()], "{:.1f}")]
-    shares = [f"{statistics.median(speed[system]) / statistics.median(speed['none']):.0%}" for _, _, system in ROWS["replay"]]
+    base = statistics.median(speed["none"])
+    shares = [f"{statistics.median(speed[system]) / base:.0%}" if system else "" for _, _, system in ROWS["replay"]]
     return table([*header, "frames/s"], [[*row, share] for row, share in zip(rows.values(), shares)])
 
 
