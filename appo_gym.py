@@ -18,9 +18,9 @@ IMPALA in one file, and the base that the other files are edits of.
     python appo_gym.py --env-id my_module:MyEnv-v0    # one of your own, which importing my_module registers
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
-On 2 cores of an AMD EPYC (Zen 3, no GPU) CartPole-v1 is solved (a mean return of 475) after 75 to 77 thousand steps,
-Acrobot-v1 (-100) after 50 to 67 (three and six seeds, 2026-11-28; benchmark/results/core_gym_goals.json).
-LunarLander-v3 needs pip install "gymnasium[box2d]".
+On 2 cores of an AMD EPYC (Zen 3, no GPU) CartPole-v1 is solved (a mean return of 475) after 72 to 82 thousand steps,
+Acrobot-v1 (-100) after 51 to 66, LunarLander-v3 (200; pip install "gymnasium[box2d]") after 263 to 456: five seeds
+each, 2026-11-28, benchmark/results/core_gym_goals_2.json.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
@@ -698,11 +698,10 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     """Body of an actor. It sends None when its rows are written, and receives None when their actions are. A string is
     a traceback. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
-        os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
+        os.setpgrp()  # Ctrl-C is for the main process
         # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
-        os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         torch.set_num_threads(1)
         seed_generators(seed)
         gym.logger.min_level = gym.logger.ERROR  # the main process has shown its warnings
