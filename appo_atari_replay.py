@@ -587,8 +587,8 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
     of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also a
-    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (of a step's outcome to t - 1, as
-    the reward)."""
+    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (what tells of a step's outcome
+    at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     replayed = batch.times_replayed > 0
     used = valid * (replayed | (batch.lags < args.max_policy_lag))
@@ -934,7 +934,7 @@ class Inference:
         self.free = deque(blocks[groups : num_blocks(args)])
         self.full = queue.SimpleQueue()  # blocks to the learner
         self.end = None  # what ends the run: an error, or KeyboardInterrupt
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; its end is the end of the thread
+        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; closed, it ends the thread
         self.pipes, self.actor_ends = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
@@ -971,12 +971,12 @@ class Inference:
             self.end_with(error)
 
     def end_with(self, error):
-        """The learner raises it when it next takes blocks, whatever else is FULL."""
-        self.end = error
+        """The learner raises the first when it next takes blocks, whatever else is FULL."""
+        self.end = self.end or error
         self.full.put(None)
 
     def next_full(self):
-        """For the learner. Waits for a block; before the first update it says every five seconds how far it is."""
+        """For the learner. Waits for a block; until a new run's first update it says every 5 seconds how far it is."""
         while self.version == 0:
             before = self.counts["rows"]
             with contextlib.suppress(queue.Empty):
@@ -1181,7 +1181,7 @@ class Learner:
         return (now - then).square().sum((0, 2)).sqrt().cpu().numpy()
 
     def keep(self, blocks: list[slice]):
-        """LEARNING -> KEPT, and as many of the oldest KEPT ones -> FREE: the last `wait_for` was for their copies."""
+        """LEARNING -> KEPT, and as many of the oldest KEPT ones -> FREE: the last `wait_for` covered their copies."""
         self.kept.extend(blocks)
         freed = [self.kept.popleft() for _ in blocks]
         self.num_filled = min(self.num_filled + len(blocks), len(self.kept))
@@ -1201,7 +1201,7 @@ class Learner:
         return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError, and makes no step."""
+        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
         batch.lags = self.inference.version - batch.versions
         loss, metrics = appo_loss(self.args, self.agent, batch)
         self.optimizer.zero_grad()
@@ -1269,7 +1269,7 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Of environments that draw from these; actors would all have the same."""
+    """Of network and sampling; in actors of environments that draw from these, which would all have the same."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -1433,7 +1433,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=None if args.num_workers else True,  # a debugger draws over it
+            disable=None if args.num_workers else True,  # it would draw over a debugger
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )

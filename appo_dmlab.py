@@ -811,8 +811,8 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
     of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also a
-    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (of a step's outcome to t - 1, as
-    the reward)."""
+    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (what tells of a step's outcome
+    at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     used = valid * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
@@ -1125,7 +1125,7 @@ class Inference:
         self.free = deque(blocks[groups:])
         self.full = queue.SimpleQueue()  # blocks to the learner
         self.end = None  # what ends the run: an error, or KeyboardInterrupt
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; its end is the end of the thread
+        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; closed, it ends the thread
         self.pipes, self.actor_ends = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
@@ -1162,12 +1162,12 @@ class Inference:
             self.end_with(error)
 
     def end_with(self, error):
-        """The learner raises it when it next takes blocks, whatever else is FULL."""
-        self.end = error
+        """The learner raises the first when it next takes blocks, whatever else is FULL."""
+        self.end = self.end or error
         self.full.put(None)
 
     def next_full(self):
-        """For the learner. Waits for a block; before the first update it says every five seconds how far it is."""
+        """For the learner. Waits for a block; until a new run's first update it says every 5 seconds how far it is."""
         while self.version == 0:
             before = self.counts["rows"]
             with contextlib.suppress(queue.Empty):
@@ -1307,7 +1307,7 @@ class Learner:
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` was for their copies
+        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered their copies
         return metrics | {
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
             "lag/mean": lags.sum() / max(1, len(lags)),
@@ -1327,7 +1327,7 @@ class Learner:
         return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError, and makes no step."""
+        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
         batch.lags = self.inference.version - batch.versions
         loss, targets, metrics = appo_loss(self.args, self.agent, batch)
         self.optimizer.zero_grad()
@@ -1341,7 +1341,7 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.inference.version > 0  # the first batch only initialises statistics
-        if last_epoch or not begun:  # every sample counts once
+        if last_epoch or not begun:  # no rollout counts twice
             valid = ~batch.first[1:]
             start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
@@ -1392,7 +1392,7 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Of environments that draw from these; actors would all have the same."""
+    """Of network and sampling; in actors of environments that draw from these, which would all have the same."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -1579,7 +1579,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=None if args.num_workers else True,  # a debugger draws over it
+            disable=None if args.num_workers else True,  # it would draw over a debugger
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )

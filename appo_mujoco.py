@@ -36,8 +36,8 @@ A deliberate edit of appo_gym.py. What differs:
                                                              | full blocks               ^ free blocks
                                                           +------------------------------------------+
                                                           | learner (main thread)                    |
-                                                          |   V-trace, PPO steps on the network that |
-                                                          |   acts, too: version v+1, v+2, ...       |
+                                                          |   V-trace, PPO steps on the same network |
+                                                          |   that acts: version v+1, v+2, ...       |
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one worker) -> FULL -> LEARNING -> FREE     exactly one owner at any time
 
@@ -533,7 +533,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
     of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also let
     through in `NamedArrays.step`, a field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store`
-    (of a step's outcome to t - 1, as the reward)."""
+    (what tells of a step's outcome at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     gaussians, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
     gaussians = gaussians[:-1]
@@ -741,7 +741,7 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
             while ask(pipe):
                 worker_envs.step()
     except BaseException:  # sys.exit() in an environment, too
-        with contextlib.suppress(ConnectionError):  # another actor has ended the run
+        with contextlib.suppress(ConnectionError):  # the run has ended
             pipe.send(traceback.format_exc().strip())
     finally:
         pipe.close()
@@ -796,7 +796,7 @@ class Inference:
         self.free = deque(blocks[workers:])
         self.full = queue.SimpleQueue()  # blocks to the learner
         self.end = None  # what ends the run: an error, or KeyboardInterrupt
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; its end is the end of the thread
+        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; closed, it ends the thread
         self.pipes, self.actor_ends = zip(*[mp.Pipe() for _ in range(workers)])
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
@@ -822,12 +822,12 @@ class Inference:
             self.end_with(error)
 
     def end_with(self, error):
-        """The learner raises it when it next takes blocks, whatever else is FULL."""
-        self.end = error
+        """The learner raises the first when it next takes blocks, whatever else is FULL."""
+        self.end = self.end or error
         self.full.put(None)
 
     def next_full(self):
-        """For the learner. Waits for a block; before the first update it says every five seconds how far it is."""
+        """For the learner. Waits for a block; until a new run's first update it says every 5 seconds how far it is."""
         while self.version == 0:
             before = self.counts["rows"]
             with contextlib.suppress(queue.Empty):
@@ -958,7 +958,7 @@ class Learner:
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` was for their copies
+        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered their copies
         return metrics | {
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
             "lag/mean": lags.sum() / max(1, len(lags)),
@@ -977,7 +977,7 @@ class Learner:
         return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError, and makes no step."""
+        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
         loss, targets, metrics = appo_loss(self.args, self.agent, batch)
         self.optimizer.zero_grad()
         loss.backward()
@@ -992,7 +992,7 @@ class Learner:
         valid = ~batch.first[1:]
         start = int(torch.randint(4, ()))  # inputs' statistics are of every fourth step: neighbours hardly differ
         with self.inference.lock:
-            if last_epoch:  # every sample counts once
+            if last_epoch:  # no rollout counts twice
                 for name, normalizer in self.agent.normalizers.items():
                     normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
             self.optimizer.step()
@@ -1035,7 +1035,7 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Of environments that draw from these; actors would all have the same."""
+    """Of network and sampling; in actors of environments that draw from these, which would all have the same."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -1143,7 +1143,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=None if args.num_workers else True,  # a debugger draws over it
+            disable=None if args.num_workers else True,  # it would draw over a debugger
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
@@ -1179,7 +1179,7 @@ class Reporter:
             self.writer.add_scalar(tag, value, self.learner.global_step)
         text = f"{self.score}, {sps:,.0f} steps/s, lag {self.metrics['lag/mean']:.1f}, learner waits {waits:.0%}"
         self.bar.set_postfix_str(text)
-        if self.bar.disable:  # there is no terminal
+        if self.bar.disable:  # no terminal, or a debugger
             print(f"step {self.learner.global_step:,}: {text}", flush=True)
 
     def close(self):

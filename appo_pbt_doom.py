@@ -1072,8 +1072,8 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
     of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also a
-    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (of a step's outcome to t - 1, as
-    the reward)."""
+    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (what tells of a step's outcome
+    at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     used = valid * ~batch.inactive[:-1] * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
@@ -1481,7 +1481,7 @@ class Inference:
             self.policies.append(Policy(args, spaces, agent, part, self.filling, self.t))
         self.full = queue.SimpleQueue()  # blocks to the learners
         self.end = None  # what ends the run: an error, or KeyboardInterrupt
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; its end is the end of the thread
+        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; closed, it ends the thread
         self.pipes, self.actor_ends = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
@@ -1511,12 +1511,12 @@ class Inference:
             self.end_with(error)
 
     def end_with(self, error):
-        """`collect` raises it when it next takes blocks, whatever else is FULL."""
-        self.end = error
+        """`collect` raises the first when it next takes blocks, whatever else is FULL."""
+        self.end = self.end or error
         self.full.put(None)
 
     def next_full(self):
-        """For the learner. Waits for a block; before the first update it says every five seconds how far it is."""
+        """For the learner. Waits for a block; until a new run's first update it says every 5 seconds how far it is."""
         while self.policies[0].version == 0:
             before = self.counts["rows"]
             with contextlib.suppress(queue.Empty):
@@ -1642,7 +1642,7 @@ class Learner:
         return SimpleNamespace(**of_each(take, vars(self.policy.rollouts)))
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError, and makes no step."""
+        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
         batch.lags = self.policy.version - batch.versions
         loss, metrics = appo_loss(self.args, self.agent, batch)
         self.optimizer.zero_grad()
@@ -1656,7 +1656,7 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.policy.version > 0  # the first batch only initialises the inputs' statistics
-        if last_epoch or not begun:  # every sample counts once
+        if last_epoch or not begun:  # no rollout counts twice
             valid = ~batch.first[1:] & ~batch.inactive[:-1]
             start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
@@ -1826,7 +1826,7 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Of environments that draw from these; actors would all have the same."""
+    """Of network and sampling; in actors of environments that draw from these, which would all have the same."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -2018,7 +2018,7 @@ class Reporter:
             total=self.args.total_timesteps,
             initial=mean_step(self.learners),
             dynamic_ncols=True,
-            disable=None if self.args.num_workers else True,  # a debugger draws over it
+            disable=None if self.args.num_workers else True,  # it would draw over a debugger
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
@@ -2158,7 +2158,7 @@ def train(args: Args, folder: Path) -> int:
                 blocks = collect(inference)
                 metrics = iterate_all(learners, blocks, threads)
                 lines = population.exchange() if args.with_pbt else []  # no thread learns now
-                inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` was for their copies
+                inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered their copies
                 reporter.update(metrics, lines)
                 deadline = min(deadline, time.monotonic() + args.train_for_seconds)  # from the first iteration on
                 if time.monotonic() - saved_at >= args.save_every_sec:

@@ -380,6 +380,15 @@ def test_an_error_of_ones_own_is_raised_as_it_is(appo, train, tmp_path, monkeypa
     assert newest(tmp_path)["version"] == (3 * 8 if base else 3)
 
 
+def test_of_two_reasons_to_end_the_first_is_told(appo):
+    """An actor has died, and the user is impatient."""
+    learner = learner_of(appo)
+    learner.inference.end_with(appo.UserError("actor 0 died"))
+    learner.inference.end_with(KeyboardInterrupt())
+    with pytest.raises(BaseException, match="actor 0 died"):
+        learner.collect()
+
+
 @pytest.mark.parametrize("base", [True, False])
 def test_an_update_that_is_not_finite_ends_the_run_with_a_sentence(appo, train, main, tmp_path, base):
     """The weights before it are saved."""
