@@ -339,7 +339,8 @@ SCENARIOS = {
     "duel": Scenario("cig.wad", agents=2, respawn=2, shaping="match", **MATCH),
     "deathmatch": Scenario("cig.wad", agents=4, bots=4, respawn=2, shaping="match", **MATCH),
 }
-RULES = ("forcerespawn", "noautoaim", "respawnprotect", "spawnfarthest", "nocrouch", "nojump", "nofreelook", "noexit")
+RULES = "+sv_forcerespawn 1 +sv_noautoaim 1 +sv_respawnprotect 1 +sv_spawnfarthest 1"
+RULES += " +sv_nocrouch 1 +sv_nojump 1 +sv_nofreelook 1 +sv_noexit 1"
 # Sample Factory's reward shaping: of each variable, times its growth and times its fall
 WEIGHTS = (1, 1, 1, 5, 5, 5, 10, 10)  # of weapons 0 to 7
 ITEMS = dict(HEALTH=(0.005, -0.003), ARMOR=(0.005, -0.001))
@@ -636,8 +637,7 @@ class DoomMatch:
         port = self.port.getsockname()[1]
         n = len(self.players)
         self.pool = concurrent.futures.ThreadPoolExecutor(n)  # its threads stay: an engine ends with its starter's
-        host = f"-host {n} -port {port} -deathmatch +viz_respawn_delay {self.scenario.respawn}"
-        host += "".join(f" +sv_{rule} 1" for rule in RULES)
+        host = f"-host {n} -port {port} -deathmatch +viz_respawn_delay {self.scenario.respawn} {RULES}"
         for i, player in enumerate(self.players):
             player.game.add_game_args(f"-join 127.0.0.1:{port}" if i else host)
             player.game.add_game_args(f"+viz_connect_timeout 10 +name agent{i} +colorset 0")
@@ -1248,9 +1248,7 @@ def seat_rows(args: Args, session: int) -> np.ndarray:
     shifts = rng.permuted(np.resize(np.arange(P), (seats_of(args), games // P)), axis=1)
     shifts[0] = 0
     policies = (np.arange(P)[:, None] + shifts.T[:, None, :]).ravel() % P  # of each agent, game by game
-    rows = np.zeros_like(policies)
-    for policy in range(P):
-        rows[policies == policy] = np.arange(policy * num_rows(args), (policy + 1) * num_rows(args))
+    rows = policies.argsort(kind="stable").argsort()  # those of policy 0 come first
     return rows.reshape(-1, args.worker_num_splits, rows_per_group(args) * P)
 
 
@@ -1391,7 +1389,7 @@ class Policy:
     ):
         """mailbox: the part with its rows; filling, t: those of `Inference`, the same objects."""
         self.args = args
-        self.device = agent.critic.weight.device
+        self.device = next(agent.parameters()).device
         self.mailbox = mailbox
         self.filling = filling
         self.t = t
