@@ -21,7 +21,7 @@
 A deliberate edit of appo_gym.py. What differs:
 - the game, frames, the reward's scale and clip, raw rewards as the score;
 - what a run of days needs: actors that die or hang are replaced, several checkpoints and the best, log.txt, a time
-  limit, a look at /dev/shm, a second Ctrl-C, actors pinned to cores and with `nice` 10;
+  limit, a look at /dev/shm, a second Ctrl-C, actors pinned to cores;
 - splits, batches of whole blocks, iterations collected ahead, samples that are too old left out;
 - a copy of the network acts, in bfloat16 where the machine has it; normalised images in one pass; GRU or LSTM over
   stretches of time;

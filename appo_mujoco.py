@@ -727,10 +727,11 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     """Body of an actor. It sends None when its rows are written, and receives None when their actions are. A string is
     a traceback. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
-        os.setpgrp()  # Ctrl-C is for the main process
+        os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
         # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
+        os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         torch.set_num_threads(1)
         seed_generators(seed)
         gym.logger.min_level = gym.logger.ERROR  # the main process has shown its warnings
