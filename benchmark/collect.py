@@ -133,6 +133,7 @@ def read_population(folder: Path) -> list[dict]:
 def write_population(out: Path, folder: Path) -> None:
     rows = read_population(folder)
     with open(out, "w", newline="") as file:
+        file.write(f"# {json.dumps(machine_and_engines())}\n")
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

@@ -28,6 +28,7 @@ import appo_pbt_doom as appo
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import collect  # noqa: E402
+import plot  # noqa: E402
 
 SCRIPT = ROOT / "appo_pbt_doom.py"
 # Two agents. The observation says which game, agent, episode and step it is; the reward says which action was taken. In odd
@@ -679,7 +680,8 @@ def test_a_population_mends_what_ruinous_learning_rates_spoil(start, tmp_path):
 
     r.wait_for(lambda: len(returns()) == 4 and min(returns()) > 17, 150, "four good policies")
     stop(r)
-    rows = collect.read_population(tmp_path / "e")  # what `benchmark/learning.sh pbt_basic` draws
+    collect.write_population(tmp_path / "population.csv", tmp_path / "e")  # what `benchmark/learning.sh pbt_basic` draws
+    rows = plot.read_csv(tmp_path / "population.csv")
     assert len(rows) == 4 + len(exchanges(r)) and any(row["weights_of"] != row["policy"] for row in rows)
     first = {policy: float(objective) for policy, objective, _ in exchanges(r)[:4]}
     assert first.pop("0") > 13 and max(first.values()) < 12, first
