@@ -195,7 +195,7 @@ ranks() {  # basic with ranks under torchrun, three seeds: 26 minutes
 }
 
 # Of four policies three start with a learning rate that learns nothing. At each exchange the worst becomes a copy of the best.
-pbt_basic() {  # a population on basic, and the history of its settings: 24 minutes
+pbt_basic() {  # a population on basic, and the history of its settings: 21 minutes
     run python appo_pbt_doom.py --env-id basic --num-policies 4 --with-pbt --pbt-replace-fraction 0.25 --pbt-start-mutation 40000 \
         --pbt-period-env-steps 15000 --total-timesteps 150000 \
         --policy-settings '{"1": {"learning_rate": 1e-7}, "2": {"learning_rate": 0.01}, "3": {"learning_rate": 0.03}}' \
