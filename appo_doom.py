@@ -304,8 +304,8 @@ def engine_ids(process="self"):
 
 
 def unlink_shared_memory(engines):
-    """The shared memory of engines that have opened it, or will not: without a name it goes with them, however they
-    end. Only where an actor dies by itself while an engine starts is a file left, of 3 MiB at most."""
+    """Takes away the names of these engines' shared memory, which they have opened or never will: then it goes with
+    them, however they end. A file is left, 3 MiB at most, only where an actor dies by itself while an engine starts."""
     for engine in engines:
         for path in Path("/dev/shm").glob(f"ViZDoom*{engine}"):
             path.unlink(missing_ok=True)
