@@ -177,10 +177,11 @@ def as_array(name, space, part):
         raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
     if not isinstance(space, gym.spaces.Box):
         return gym.spaces.flatten(space, part).astype(np.float32)
-    sides = [axis for axis, length in enumerate(space.shape) if length >= IMAGE_SIDE]
-    if space.dtype == np.uint8 and len(sides) == 2:
-        image = np.moveaxis(part, sides, (0, 1))
-        return image.reshape(*image.shape[:2], -1)
+    if space.dtype == np.uint8:
+        sides = [axis for axis, length in enumerate(space.shape) if length >= IMAGE_SIDE]
+        if len(sides) == 2:
+            image = np.moveaxis(part, sides, (0, 1))
+            return image.reshape(*image.shape[:2], -1)
     return np.asarray(part, np.float32).ravel()
 
 
@@ -194,6 +195,8 @@ def heads_of(space):
 
 def one_number(name, value):
     """Some environments give an array of one number."""
+    if isinstance(value, (int, float, np.generic)):
+        return value
     array = np.asarray(value)
     if array.size != 1:
         raise ValueError(f"{name} must be one number, not an array of shape {array.shape}")
@@ -206,6 +209,8 @@ class NamedArrays(gym.Wrapper):
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
+        self.env_observation_space = env.observation_space  # kept: each time it is asked for, all wrappers are asked
+        self.env_action_space = env.action_space
         spaces = {}
         for name, space, part in parts_of(env.observation_space, env.observation_space.sample()):
             if not isinstance(space, NUMERIC_SPACES):
@@ -221,7 +226,7 @@ class NamedArrays(gym.Wrapper):
             self.action_space = gym.spaces.MultiDiscrete(heads)
 
     def arrays(self, observation):
-        parts = parts_of(self.env.observation_space, observation)
+        parts = parts_of(self.env_observation_space, observation)
         return {name: as_array(name, space, part) for name, space, part in parts if isinstance(space, NUMERIC_SPACES)}
 
     def reset(self, **options):
@@ -229,8 +234,9 @@ class NamedArrays(gym.Wrapper):
         return self.arrays(observation), {}
 
     def step(self, action: np.ndarray):
-        space = self.env.action_space
-        action = action.reshape(space.shape).astype(space.dtype) + getattr(space, "start", 0)  # a number if it is one
+        space = self.env_action_space
+        action = action.reshape(space.shape).astype(space.dtype)[()]  # [()]: a number, where it is one
+        action = action + getattr(space, "start", 0)
         observation, *outcome, info = self.env.step(action)
         reward, terminated, truncated = map(one_number, ("reward", "terminated", "truncated"), outcome)
         own_sums = {name: float(info[name]) for name in OWN_SUMS if name in info}

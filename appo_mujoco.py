@@ -190,6 +190,8 @@ def as_array(name, space, part):
 
 def one_number(name, value):
     """Some environments give an array of one number."""
+    if isinstance(value, (int, float, np.generic)):
+        return value
     array = np.asarray(value)
     if array.size != 1:
         raise ValueError(f"{name} must be one number, not an array of shape {array.shape}")
@@ -202,6 +204,8 @@ class NamedArrays(gym.Wrapper):
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
+        self.env_observation_space = env.observation_space  # kept: each time it is asked for, all wrappers are asked
+        self.env_action_space = env.action_space
         spaces = {}
         for name, space, part in parts_of(env.observation_space, env.observation_space.sample()):
             if not isinstance(space, NUMERIC_SPACES):
@@ -216,7 +220,7 @@ class NamedArrays(gym.Wrapper):
             self.action_space = gym.spaces.Box(box.low.ravel(), box.high.ravel(), dtype=box.dtype.type)
 
     def arrays(self, observation):
-        parts = parts_of(self.env.observation_space, observation)
+        parts = parts_of(self.env_observation_space, observation)
         return {name: as_array(name, space, part) for name, space, part in parts if isinstance(space, NUMERIC_SPACES)}
 
     def reset(self, **options):
@@ -224,7 +228,7 @@ class NamedArrays(gym.Wrapper):
         return self.arrays(observation), {}
 
     def step(self, action: np.ndarray):
-        space = self.env.action_space
+        space = self.env_action_space
         observation, *outcome, info = self.env.step(action.reshape(space.shape).astype(space.dtype))
         reward, terminated, truncated = map(one_number, ("reward", "terminated", "truncated"), outcome)
         own_sums = {name: float(info[name]) for name in OWN_SUMS if name in info}
