@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -85,8 +86,8 @@ def check(*command: str) -> None:
             check(*words[split + 1 :], *(f"--{flag}" for flag in flags.split())) if words[split + 1 :] else None
         for peer in options.peers:
             check(*shlex.split(peer.split(": ", 1)[1]))
-    elif file.name == "compare.py":
-        for text in parsed(importlib.import_module("compare").Options, words).commands:
+    elif file.name in ("compare.py", "turns.py"):
+        for text in parsed(importlib.import_module(file.stem).Options, words).commands:
             check(*shlex.split(text.split(": ", 1)[1]))
     elif file.name == "gym_goals.py":
         split = words.index("--") if "--" in words else len(words)
@@ -266,6 +267,22 @@ def test_compare_ends_a_run_that_does_not_end_by_itself(pretended, monkeypatch):
     assert time.monotonic() - start < 15
     with pytest.raises(subprocess.CalledProcessError, match="130"):
         compare.rate(f"{sys.executable} {pretended / 'broken.py'}", 5)
+
+
+def test_turns_tells_the_faster_of_two_runs_and_leaves_none(tmp_path):
+    """Each has a child that writes, of one twice as often; one that ends by itself is an error."""
+    child = "import os, sys, time\nwhile True:\n os.write(1, b'.')\n time.sleep(float(sys.argv[1]))"
+    run = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}, *sys.argv[1:]], stdout=subprocess.DEVNULL)"
+    (tmp_path / "run.py").write_text(run)
+    mark = new_mark()
+    command, out = f"{sys.executable} {tmp_path / 'run.py'}", tmp_path / "turns.json"
+    flags = ["--out", out, "--turns", "3", "--seconds", "0.5", "--warm-up", "1"]
+    for second, code in (("0.01", 0), ("no-number", 1)):
+        commands = [f"slow: {command} 0.02", f"fast: {command} {second}"]
+        ended = subprocess.run([sys.executable, BENCHMARK / "turns.py", *flags, *commands], env={**os.environ, MARK: mark}, capture_output=True)
+        assert ended.returncode == code, ended.stderr.decode()
+        assert not marked(mark)
+    assert 1.5 < statistics.median(json.loads(out.read_text())["ratios"]) < 2.2
 
 
 def test_a_curve_of_the_base_counts_from_the_start_of_its_actors(tmp_path):

@@ -1,0 +1,105 @@
+"""Which of two training commands is faster, to one or two percent on a noisy machine: both run, and one is stopped while the other goes.
+
+    python benchmark/turns.py --out FILE.json "old: python ../old/appo_gym.py --learning-rate 0" "new: python appo_gym.py --learning-rate 0"
+
+They take turns of a few seconds, so that the machine's moods, which last minutes, meet both. Counted are the requests of actors, by their
+calls of write: so a worker must have as many environments, in as many splits, in both. With a learning rate of 0 both play alike; where
+games cost more when they are played well, learning would be compared, too. Doom needs --actor-timeout 0. Nothing else may run on the machine.
+"""
+
+import contextlib
+import json
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from dummy_sampler import machine  # noqa: E402
+
+SETTLE = 0.4  # seconds after a run goes on, before its requests are counted
+
+
+@dataclass
+class Options:
+    commands: tyro.conf.Positional[tuple[str, str]]  # "name: command", without --train-dir and the like
+    out: Path  # JSON file for the result
+    turns: int = 40  # of each command
+    seconds: float = 3.0  # of a turn
+    warm_up: float = 20.0  # seconds that each runs first
+
+
+class Run:
+    """A training run that stands still, but for its warm-up and its turns."""
+
+    def __init__(self, command: str, folder: str):
+        words = [*shlex.split(command), "--total-timesteps", "1000000000", "--train-dir", folder, "--experiment", "run"]
+        self.main = psutil.Popen(words, stdout=subprocess.DEVNULL)
+        self.others = []
+
+    def warm_up(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.others = self.main.children(recursive=True)  # it has to have started all by now
+        self.stop()
+
+    def stop(self) -> None:
+        for process in (self.main, *self.others):
+            process.suspend()
+
+    def go_on(self) -> None:
+        for process in (self.main, *self.others):
+            process.resume()
+
+    def turn(self, seconds: float) -> float:
+        """Requests per second. Raises subprocess.CalledProcessError where the run has ended."""
+        self.go_on()
+        time.sleep(SETTLE)
+        start, before = time.perf_counter(), self.writes()
+        time.sleep(seconds)
+        rate = (self.writes() - before) / (time.perf_counter() - start)
+        if self.main.poll() is not None:
+            raise subprocess.CalledProcessError(self.main.returncode, self.main.args)
+        self.stop()
+        return rate
+
+    def writes(self) -> int:
+        return sum(process.io_counters().write_count for process in self.others if process.is_running())
+
+    def end(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            self.go_on()
+            self.main.send_signal(signal.SIGINT)
+        self.main.wait()
+
+
+def main() -> None:
+    options = tyro.cli(Options)
+    commands = dict(command.split(": ", 1) for command in options.commands)
+    rates = {name: [] for name in commands}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        runs = {}
+        for name, command in commands.items():
+            runs[name] = Run(command, f"{folder}/{name}")
+            stack.callback(runs[name].end)
+            runs[name].warm_up(options.warm_up)
+        for i in range(options.turns):
+            for name in [*runs][:: 1 if i % 2 else -1]:
+                rates[name].append(round(runs[name].turn(options.seconds), 1))
+    ratios = [round(new / old, 3) for old, new in zip(*rates.values())]
+    quartiles = [round(ratio, 3) for ratio in statistics.quantiles(ratios, n=4)]
+    result = dict(machine=machine(), commands=commands, seconds=options.seconds, requests_per_second=rates, ratios=ratios, quartiles=quartiles)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print("second to first: quartiles and median of the ratios", *quartiles)
+
+
+if __name__ == "__main__":
+    main()
