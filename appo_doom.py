@@ -376,11 +376,8 @@ class DoomEnv(gym.Env):
         self.scenario = Scenario("", (), heads, time_limit=self.game.get_episode_timeout() or np.inf)
 
     def reset(self, *, seed=None, options=None):
-        self.time_limit = self.scenario.time_limit
         if seed is not None:
             self.game.set_seed(seed)
-            if os.environ.get("CUT"):  # Trial: the first episode is cut at a random time
-                self.time_limit *= random.Random(seed).random()
         if self.game.is_running():
             self.game.new_episode()
         else:
@@ -414,7 +411,7 @@ class DoomEnv(gym.Env):
         raw_reward = self.game.make_action(buttons.tolist(), self.args.frameskip)
         self.tics += self.args.frameskip
         terminated = self.game.is_episode_finished()
-        truncated = not terminated and self.tics >= self.time_limit
+        truncated = not terminated and self.tics >= self.scenario.time_limit
         before = self.variables
         observation = self.observation()
         bonus = 0.0 if terminated else self.bonus(before, self.variables)

@@ -278,51 +278,6 @@ class MujocoEnvs(gym.vector.VectorEnv):
             self.pool = None
 
 
-class CutEnvs(gym.vector.VectorEnv):
-    """Trial: a pool for each row; the first episode of row i of n is cut after 1000 (i + 1) / n steps."""
-
-    metadata = dict(autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
-
-    def __init__(self, env_id, num_envs):
-        self.rows = [MujocoEnvs(env_id, 1) for _ in range(num_envs)]
-        self.num_envs = num_envs
-        self.single_observation_space = self.rows[0].single_observation_space
-        self.single_action_space = self.rows[0].single_action_space
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-
-    def reset(self, *, seed=0, options=None):
-        self.seed = seed
-        self.left = [1000 * (i + 1) // self.num_envs if os.environ.get('CUT') else -1 for i in range(self.num_envs)]
-        self.cut = [False] * self.num_envs
-        return self.together([row.reset(seed=seed + i)[0] for i, row in enumerate(self.rows)]), {}
-
-    def together(self, parts):
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    def step(self, actions):
-        obs, rewards, terminated, truncated = [], [], [], []
-        for i, row in enumerate(self.rows):
-            if self.cut[i]:
-                self.cut[i] = False
-                o, r, te, tr = row.reset(seed=self.seed + 5000 + i)[0], [0.0], [False], [False]
-            else:
-                o, r, te, tr, _ = row.step(actions[i : i + 1])
-                self.left[i] -= 1
-                if self.left[i] == 0 and not te[0] and not tr[0]:
-                    tr, self.cut[i] = [True], True
-                if te[0] or tr[0]:
-                    self.left[i] = -1
-            obs.append(o)
-            rewards.append(r[0])
-            terminated.append(te[0])
-            truncated.append(tr[0])
-        return self.together(obs), np.array(rewards), np.array(terminated), np.array(truncated), {}
-
-    def close(self, **options):
-        for row in self.rows:
-            row.close()
-
-
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of one worker: EnvPool's, where it has the task, unless there are options for gymnasium.make (to
     draw them, which EnvPool cannot, nor Gymnasium the tasks of dm_control). Edit this function to wrap them (a wrapper
@@ -333,7 +288,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     are clipped, and give a Dict of vectors: one vector more is one key more, and no other edit. Actors cannot start
     processes of multiprocessing (AsyncVectorEnv)."""
     if args.env_id in TASKS and not options:
-        return CutEnvs(args.env_id, num_envs)
+        return MujocoEnvs(args.env_id, num_envs)
     if options:
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
 
