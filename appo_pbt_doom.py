@@ -143,7 +143,7 @@ class Args:
     its module, such as pettingzoo.butterfly.cooperative_pong_v6"""
     cfg_path: str | None = None  # a ViZDoom scenario .cfg of your own, trained on instead of `env_id`
     match_wad: str | None = None  # file with the map of matches; None: ViZDoom's cig.wad
-    frameskip: int = 4  # engine ticks (frames) per step of the agent
+    frameskip: int = 4  # engine ticks (frames) per step of the agent; in PettingZoo 1
     reward_scale: float = 1.0  # rewards are multiplied by this (on top of the scenario's own scale)
     reward_clip: float = 10.0  # then clipped to +- this
     seed: int = 1  # of the network, of the action sampling and of the environments
@@ -232,6 +232,11 @@ class Args:
             self.precision = "bfloat16" if capable else "float32"
         if self.worker_num_splits is None:
             self.worker_num_splits = 2 if cuda else 1
+
+    @functools.cached_property
+    def seats(self) -> int:
+        """How many agents play in a game."""
+        return len(make_game(self).possible_agents)
 
 
 # === Environment ======================================================================================================
@@ -341,18 +346,20 @@ SCENARIOS = {
 }
 RULES = "+sv_forcerespawn 1 +sv_noautoaim 1 +sv_respawnprotect 1 +sv_spawnfarthest 1"
 RULES += " +sv_nocrouch 1 +sv_nojump 1 +sv_nofreelook 1 +sv_noexit 1"
-# Sample Factory's reward shaping: of each variable, times its growth and times its fall
+# Sample Factory's reward shaping: what a variable's growth (+) and its fall (-) are worth; and each step with a weapon,
+# loaded, in hand for five steps
 WEIGHTS = (1, 1, 1, 5, 5, 5, 10, 10)  # of weapons 0 to 7
-ITEMS = dict(HEALTH=(0.005, -0.003), ARMOR=(0.005, -0.001))
-ITEMS |= {f"WEAPON{k}": (0.02 * w, -0.01 * w) for k, w in enumerate(WEIGHTS)}
-ITEMS |= {f"AMMO{k}": (2e-4 * w, -1e-4 * w) for k, w in enumerate(WEIGHTS)}
-BOTS = dict(FRAGCOUNT=(1.0, -1.5), DEATHCOUNT=(-0.75, 0.75), HITCOUNT=(0.01, -0.01), DAMAGECOUNT=(0.003, -0.003))
-AGENTS = dict(FRAGCOUNT=(1.0, -0.001), DEATHCOUNT=(-1.0, 1.0), HITCOUNT=(0.0, 0.0), DAMAGECOUNT=(0.01, -0.01))
-SHAPING = dict(
-    battle=dict(HEALTH=(0.005, -0.003)),
-    bots=BOTS | ITEMS,
-    match=AGENTS | ITEMS | dict(HEALTH=(0.01, -0.01)),
-)
+SELECTED = {f"SELECTED{k}": 2e-4 * w for k, w in enumerate(WEIGHTS)}
+HEALTH = {"HEALTH+": 0.005, "HEALTH-": -0.003}
+ITEMS = HEALTH | SELECTED | {"ARMOR+": 0.005, "ARMOR-": -0.001}
+for k, w in enumerate(WEIGHTS):
+    ITEMS |= {f"WEAPON{k}+": 0.02 * w, f"WEAPON{k}-": -0.01 * w}
+    ITEMS |= {f"AMMO{k}+": 2e-4 * w, f"AMMO{k}-": -1e-4 * w}
+BOTS = {"FRAGCOUNT+": 1.0, "FRAGCOUNT-": -1.5, "DEATHCOUNT+": -0.75, "DEATHCOUNT-": 0.75}
+BOTS |= {"HITCOUNT+": 0.01, "HITCOUNT-": -0.01, "DAMAGECOUNT+": 0.003, "DAMAGECOUNT-": -0.003}
+AGENTS = {"FRAGCOUNT+": 1.0, "FRAGCOUNT-": -0.001, "DEATHCOUNT+": -1.0, "DEATHCOUNT-": 1.0}
+AGENTS |= {"DAMAGECOUNT+": 0.01, "DAMAGECOUNT-": -0.01, "HEALTH+": 0.01, "HEALTH-": -0.01}
+SHAPING = dict(battle=HEALTH | SELECTED, bots=ITEMS | BOTS, match=ITEMS | AGENTS)
 MOST = dict(DAMAGECOUNT=200.0, HITCOUNT=5.0)  # growth in a step, at most
 
 
@@ -362,14 +369,8 @@ def scenario_of(args: Args) -> Scenario:
 
 
 def shaping_of(args: Args) -> dict[str, float]:
-    """The coefficients of a scenario's reward, by name: "HEALTH+" for growth and "HEALTH-" for fall; "SELECTED3" for
-    each step with weapon 3, loaded, in hand for five steps."""
-    coefficients = {}
-    for name, (growth, fall) in SHAPING.get(scenario_of(args).shaping, {}).items():
-        coefficients |= {f"{name}+": growth, f"{name}-": fall}
-    if coefficients:
-        coefficients |= {f"SELECTED{k}": 2e-4 * w for k, w in enumerate(WEIGHTS)}
-    return coefficients
+    """The coefficients of a scenario's reward, by name."""
+    return SHAPING.get(scenario_of(args).shaping, {})
 
 
 @functools.cache
@@ -564,9 +565,9 @@ class DoomEnv(gym.Env):
         if before["DEAD"] and not now["DEAD"]:  # a new life has other numbers
             return 0.0
         bonus = 0.0
-        for name in SHAPING[self.scenario.shaping]:
-            change = min(now[name] - before[name], MOST.get(name, np.inf))
-            bonus += abs(change) * self.shaping[name + ("+" if change > 0 else "-")]
+        for name, value in now.items():
+            change = min(value - before[name], MOST.get(name, np.inf))
+            bonus += abs(change) * self.shaping.get(f"{name}+" if change > 0 else f"{name}-", 0.0)
         if now["SELECTED_WEAPON_AMMO"] > 0 and self.weapons.count(weapon) == 5:
             bonus += self.shaping[f"SELECTED{min(weapon, 7)}"]  # Sample Factory always reads weapon 7 here
         return bonus
@@ -790,16 +791,6 @@ def make_game(args: Args, **options):
 def make_envs(args: Args, num_envs: int, shaping=None, **options) -> gym.vector.VectorEnv:
     """The games of one split of a worker; options are for each."""
     return Games([make_game(args, **options) for _ in range(num_envs)], shaping)
-
-
-@functools.cache
-def agents_in(env_id):
-    return len(make_game(Args(env_id, device="cpu")).possible_agents)
-
-
-def seats_of(args: Args) -> int:
-    """How many agents play in a game."""
-    return 1 if args.cfg_path else agents_in(args.env_id)
 
 
 class Spaces(NamedTuple):
@@ -1140,7 +1131,7 @@ def rows_per_group(args: Args) -> int:
     games = args.num_envs_per_worker // splits
     if games % args.num_policies:
         raise UserError(f"{games} games in a split are not divisible by --num-policies {args.num_policies}")
-    return games * seats_of(args) // args.num_policies
+    return games * args.seats // args.num_policies
 
 
 def slice_of(args: Args, i: int) -> slice:
@@ -1245,7 +1236,7 @@ def seat_rows(args: Args, session: int) -> np.ndarray:
     P = args.num_policies
     games = max(1, args.num_workers) * args.num_envs_per_worker
     rng = np.random.default_rng((args.seed, session))
-    shifts = rng.permuted(np.resize(np.arange(P), (seats_of(args), games // P)), axis=1)
+    shifts = rng.permuted(np.resize(np.arange(P), (args.seats, games // P)), axis=1)
     shifts[0] = 0
     policies = (np.arange(P)[:, None] + shifts.T[:, None, :]).ravel() % P  # of each agent, game by game
     rows = policies.argsort(kind="stable").argsort()  # those of policy 0 come first
@@ -1265,7 +1256,7 @@ class WorkerEnvs:
         self.rows = rows
         self.seed = seed
         self.coefficients = list(shaping_of(args))
-        self.envs = make_envs(args, len(rows) // seats_of(args), self.shaping)
+        self.envs = make_envs(args, len(rows) // args.seats, self.shaping)
         self.sums = np.zeros((len(rows), len(EPISODE)))  # of the episodes under way
 
     def shaping(self, i):
@@ -1577,6 +1568,9 @@ class Inference:
 
 # === Learner ==========================================================================================================
 
+# What a population mutates are a policy's *genes*: these of its numbers in Args, and the coefficients of its reward
+TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value")
+
 
 def collect(inference: Inference) -> list[slice]:
     """Waits for the blocks of an iteration, of all policies: FULL -> LEARNING. Raises what ends the run: an error of
@@ -1597,7 +1591,7 @@ class Learner:
     def __init__(self, args: Args, number: int, agent: Agent, policy: Policy):
         self.args = copy.copy(args)  # its own numbers
         self.number = number
-        self.shaping = shaping_of(args)
+        self.genes = {name: getattr(args, name) for name in TUNED} | shaping_of(args)
         self.agent = agent
         self.policy = policy
         self.device = policy.device
@@ -1675,12 +1669,9 @@ class Learner:
 
 # === Population =======================================================================================================
 
-TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value")
-
 
 class Population:
-    """Population-based training (Jaderberg et al. 2017) with Sample Factory's rules. What it mutates are a policy's
-    *genes*: its numbers in Args that are TUNED, and the coefficients of its reward."""
+    """Population-based training (Jaderberg et al. 2017) with Sample Factory's rules."""
 
     def __init__(self, args: Args, learners: list[Learner]):
         self.args = args
@@ -1688,20 +1679,18 @@ class Population:
         self.rng = random.Random(args.seed)
         self.exchanged = 0  # the step of the last exchange
         self.best_return = -np.inf  # of best.pth
-        self.defaults = self.genes(learners[0])
+        self.defaults = learners[0].genes
         for learner in learners:
             self.give(learner, self.mutated(self.defaults) if args.with_pbt and learner.number else self.defaults)
         for policy, settings in settings_of(args).items():
-            self.give(learners[policy], self.genes(learners[policy]) | settings)
-
-    def genes(self, learner: Learner) -> dict[str, float]:
-        return {name: getattr(learner.args, name) for name in TUNED} | learner.shaping
+            self.give(learners[policy], learners[policy].genes | settings)
 
     def give(self, learner: Learner, genes: dict[str, float]):
+        learner.genes = genes
         for name in TUNED:
             setattr(learner.args, name, genes[name])
-        learner.shaping = {name: genes[name] for name in learner.shaping}
-        learner.policy.mailbox.shaping[:] = list(learner.shaping.values())  # its agents read it when an episode begins
+        shaping = [genes[name] for name in shaping_of(self.args)]
+        learner.policy.mailbox.shaping[:] = shaping  # its agents read it when an episode begins
 
     def mutated(self, genes: dict[str, float]) -> dict[str, float]:
         """Sample Factory's mutation: with probability `pbt_mutation_rate` a number is multiplied or divided by a random
@@ -1738,14 +1727,14 @@ class Population:
         lines = []
         for learner in learners:
             mine = objectives[learner.number]
-            genes = self.genes(learner)
+            genes = learner.genes
             kind = "kept" if learner in best or learner.number == 0 else "mutated"
             if learner in worst:
                 donor = self.rng.choice(best)
                 its = objectives[donor.number]
                 if its - mine > args.pbt_replace_reward_gap * max(abs(its), abs(mine)):
                     learner.become(donor)
-                    genes = self.genes(donor)
+                    genes = donor.genes
                     kind = f"replaced by policy {donor.number} ({its:.2f})"
             if kind != "kept" and learner.number > 0:
                 genes = self.mutated(genes)
@@ -1942,7 +1931,7 @@ def save_checkpoint(folder: Path, population: Population):
     policies = []
     for learner in learners:
         own = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict())
-        own |= dict(version=learner.policy.version, global_step=learner.global_step, genes=population.genes(learner))
+        own |= dict(version=learner.policy.version, global_step=learner.global_step, genes=learner.genes)
         policies.append(own)
     content = dict(
         policies=policies,
@@ -2004,7 +1993,6 @@ class Reporter:
 
         self.folder = folder
         self.args = population.args
-        self.population = population
         self.learners = population.learners
         self.inference = inference
         self.writers = []
@@ -2031,7 +2019,7 @@ class Reporter:
 
     def write_genes(self):
         for learner, writer in zip(self.learners, self.writers):
-            for name, value in self.population.genes(learner).items():
+            for name, value in learner.genes.items():
                 writer.add_scalar(f"pbt/{name}", value, learner.global_step)
 
     def update(self, metrics, lines):
@@ -2095,23 +2083,12 @@ def mean_step(learners: list[Learner]) -> int:
     return sum(learner.global_step for learner in learners) // len(learners)
 
 
-def iterate_all(learners: list[Learner], blocks: list[slice], threads):
-    """An iteration of each policy: on different devices at the same time, on the same one in turn. Returns metrics when
-    no thread learns any more; raises what one of them raises."""
-    by_device = {}
-    for learner in learners:
-        by_device.setdefault(learner.device, []).append(learner)
-    metrics = {}
-
-    def iterate(own):
-        for learner in own:
-            metrics[learner] = learner.iterate(blocks)
-
-    futures = [threads.submit(iterate, own) for own in by_device.values()]
+def iterate_all(learners: list[Learner], blocks: list[slice], threads: dict):
+    """An iteration of each policy: on different devices at the same time, on the same one, which has one thread, in
+    turn. Returns metrics when no thread learns any more; raises what one of them raises."""
+    futures = [threads[learner.device].submit(learner.iterate, blocks) for learner in learners]
     concurrent.futures.wait(futures)
-    for future in futures:
-        future.result()
-    return [metrics[learner] for learner in learners]
+    return [future.result() for future in futures]
 
 
 def train(args: Args, folder: Path) -> int:
@@ -2139,7 +2116,7 @@ def train(args: Args, folder: Path) -> int:
     games = max(1, args.num_workers) * args.num_envs_per_worker
     step = mean_step(learners)
     place = f"resuming {folder} at step {step:,}" if step else f"a new run in {folder}"
-    text = f"{args.num_policies} policies, {args.num_workers} workers, {games} games of {seats_of(args)} agents"
+    text = f"{args.num_policies} policies, {args.num_workers} workers, {games} games, agents in each: {args.seats}"
     log(folder, f"{args.env_id}: {text}\n{place}")
     for learner in learners:
         wait_for(learner.device)  # the above ran in the default stream, in which the learners stay
@@ -2147,8 +2124,8 @@ def train(args: Args, folder: Path) -> int:
     handle_signals(inference)
     deadline = np.inf
     stopped = False
-    threads = concurrent.futures.ThreadPoolExecutor()
-    with running(inference, folder), threads:
+    threads = {learner.device: concurrent.futures.ThreadPoolExecutor(1) for learner in learners}
+    with running(inference, folder):
         saved_at = time.monotonic()
         reporter = Reporter(population, inference, folder)
         try:

@@ -423,8 +423,8 @@ def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...],
     if len(frameskips) > 1:
         raise UserError(f"--opponents: these were trained with different frameskips: {frameskips}")
     if options.watch:
-        networks = networks[: min(module.seats_of(used), 2)]
-    table, per_env = lineups(len(networks), module.seats_of(used), options)
+        networks = networks[: min(used.seats, 2)]
+    table, per_env = lineups(len(networks), used.seats, options)
     try:
         played = play_games(module, used, options, names, networks, table, per_env)
     except (KeyboardInterrupt, UserError, module.UserError):

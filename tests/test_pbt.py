@@ -78,10 +78,6 @@ OWN = """
 
 def make_game(args, **options):
     return Env()
-
-
-def seats_of(args):
-    return len(Env.possible_agents)
 """
 
 
@@ -99,7 +95,7 @@ def counting(tmp_path_factory):
 
 @pytest.mark.parametrize("policies, games, agents", [(2, 4, 2), (3, 3, 2), (4, 4, 2), (2, 2, 4), (4, 8, 1), (1, 3, 2), (3, 6, 4)])
 def test_every_policy_has_the_same_share_and_meets_the_others_as_often(policies, games, agents, monkeypatch):
-    monkeypatch.setattr(appo, "seats_of", lambda args: agents)
+    monkeypatch.setattr(appo.Args, "seats", agents)
     args = appo.Args(num_policies=policies, num_envs_per_worker=2 * games, worker_num_splits=2, num_workers=12, device="cpu")
     rows = appo.seat_rows(args, session=0)
     assert rows.shape == (12, 2, games * agents) and sorted(rows.ravel()) == list(range(rows.size))
@@ -296,7 +292,7 @@ def kinds(lines) -> list[tuple[int, str]]:
 def test_the_worst_are_replaced_by_the_best(population_of, objectives, replaced):
     population = population_of(objectives, pbt_mutation_rate=1.0)
     learners = population.learners
-    before = [population.genes(learner) for learner in learners]
+    before = [learner.genes for learner in learners]
     weights = [learner.agent.critic.weight.clone() for learner in learners]
     learners[2].global_step = 1499
     assert population.exchange() == [], "all must have made their steps"
@@ -312,18 +308,18 @@ def test_the_worst_are_replaced_by_the_best(population_of, objectives, replaced)
     for policy, learner in enumerate(learners):
         donors = [other for other in best if torch.equal(learner.agent.critic.weight, weights[other])]
         assert bool(donors) == (policy in replaced | best), "weights of one of the best"
-        assert (population.genes(learner) == before[policy]) == (found[policy] == "kept")
+        assert (learner.genes == before[policy]) == (found[policy] == "kept")
         assert learner.policy.version == (100 if policy in replaced else 0)
         if policy in replaced:
             assert [episode[0] for episode in learner.policy.episodes] == [objectives[donors[0]]] * 100
     likely = [before[policy] for policy in best] if 0 in replaced else [population.defaults]
-    assert population.genes(learners[0]) in likely, "policy 0 never mutates"
+    assert learners[0].genes in likely, "policy 0 never mutates"
     for learner in learners:
         learner.global_step = 50_000
     assert len(population.exchange()) == 4 and population.exchange() == [], "periods without an exchange are not made up for"
     for learner in learners:
         row = learner.policy.mailbox.shaping[0].tolist()
-        assert row == [population.genes(learner)[name] for name in appo.shaping_of(learner.args)]
+        assert row == [learner.genes[name] for name in appo.shaping_of(learner.args)]
 
 
 def test_nobody_is_among_the_best_and_the_worst(population_of):
@@ -362,8 +358,8 @@ def test_what_was_sampled_before_a_replacement_is_not_learned_from(population_of
 def test_mutation_follows_its_rates(population_of):
     population = population_of([1.0, 1.0], pbt_mutation_rate=0.15)
     learner = population.learners[1]
-    learner.args.learning_rate, learner.args.max_grad_norm = 2 * population.defaults["learning_rate"], 0.0
-    results = [population.mutated(population.genes(learner)) for _ in range(20_000)]
+    population.give(learner, population.defaults | dict(learning_rate=2 * population.defaults["learning_rate"], max_grad_norm=0.0))
+    results = [population.mutated(learner.genes) for _ in range(20_000)]
     factors = np.array([result["learning_rate"] / learner.args.learning_rate for result in results])
     changed = factors != 1
     assert changed.mean() == pytest.approx(0.15, abs=0.01)
@@ -379,13 +375,13 @@ def test_policies_begin_with_their_own_settings(population_of):
     population = population_of([1.0, 1.0], with_pbt=False, policy_settings=settings)
     defaults = population.defaults
     expected = [defaults | dict(learning_rate=0.5), defaults | {"HEALTH-": -0.01, "vf_coef": 0.9}]
-    assert [population.genes(learner) for learner in population.learners] == expected
+    assert [learner.genes for learner in population.learners] == expected
     assert [learner.policy.mailbox.shaping[0, 1] for learner in population.learners] == [defaults["HEALTH-"], -0.01]
 
 
 def test_all_but_the_first_policy_begin_mutated(population_of):
     population = population_of([1.0, 1.0, 1.0], pbt_mutation_rate=1.0, policy_settings='{"2": {"learning_rate": 0.01}}')
-    defaults, (first, second, third) = population.defaults, [population.genes(learner) for learner in population.learners]
+    defaults, (first, second, third) = population.defaults, [learner.genes for learner in population.learners]
     assert first == defaults and third["learning_rate"] == 0.01 and second != third
     assert {name for name in defaults if second[name] == defaults[name]} <= {name for name in defaults if defaults[name] == 0}
 
@@ -395,18 +391,18 @@ def test_a_population_that_is_resumed(population_of, tmp_path):
     one = population_of([1.0, 5.0])
     for i, learner in enumerate(one.learners):
         learner.global_step, learner.policy.version = 900 + i, 30 + i
-    one.give(one.learners[0], one.genes(one.learners[0]) | {"HEALTH+": 0.5})
-    one.give(one.learners[1], one.genes(one.learners[1]) | dict(learning_rate=0.01))
+    one.give(one.learners[0], one.learners[0].genes | {"HEALTH+": 0.5})
+    one.give(one.learners[1], one.learners[1].genes | dict(learning_rate=0.01))
     one.exchanged = 700
     appo.save_checkpoint(tmp_path, one)
     two = population_of([0.0, 0.0], vf_coef=0.25)
     appo.load_checkpoint(tmp_path, two)
-    assert [two.genes(learner) for learner in two.learners] == [one.genes(learner) | dict(vf_coef=0.25) for learner in one.learners]
+    assert [learner.genes for learner in two.learners] == [learner.genes | dict(vf_coef=0.25) for learner in one.learners]
     assert (two.exchanged, two.best_return, appo.mean_step(two.learners)) == (700, 5.0, 900)
     for i, (learner, before) in enumerate(zip(two.learners, one.learners)):
         assert (learner.global_step, learner.policy.version) == (900 + i, 30 + i)
         assert torch.equal(learner.policy.agent.critic.weight, before.agent.critic.weight)
-        assert learner.policy.mailbox.shaping[0].tolist() == pytest.approx([two.genes(learner)[name] for name in appo.shaping_of(learner.args)])
+        assert learner.policy.mailbox.shaping[0].tolist() == pytest.approx([learner.genes[name] for name in appo.shaping_of(learner.args)])
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best.pth", "checkpoint_000000000900.pth"]
 
 
@@ -424,8 +420,9 @@ def test_policies_are_dealt_to_the_gpus_whose_learners_work_at_the_same_time():
             order.append(self.number)
             return self.number
 
-    with appo.concurrent.futures.ThreadPoolExecutor() as threads:
-        assert appo.iterate_all([Learner(number) for number in range(4)], [], threads) == [0, 1, 2, 3]
+    learners = [Learner(number) for number in range(4)]
+    threads = {learner.device: appo.concurrent.futures.ThreadPoolExecutor(1) for learner in learners}
+    assert appo.iterate_all(learners, [], threads) == [0, 1, 2, 3]
     assert order.index(0) < order.index(2) and order.index(1) < order.index(3)
 
 
@@ -447,7 +444,7 @@ def test_settings_of_one_players_games_are_the_base_files():
 def test_a_scenario_file_with_the_name_of_a_match_is_none():
     args = appo.Args(cfg_path="deathmatch.cfg", num_policies=2, device="cpu")
     assert args.env_id == "deathmatch" and args.pbt_target_objective == "episodic_return"
-    assert appo.shaping_of(args) == {} and appo.seats_of(args) == 1
+    assert appo.shaping_of(args) == {} and args.seats == 1
 
 
 @pytest.mark.parametrize("env_id", ["basic", "battle", "health_gathering", "defend_the_center"])
@@ -500,7 +497,7 @@ def test_every_seat_is_shaped_as_its_policy_says(monkeypatch):
             return *(dict.fromkeys(actions, value) for value in (np.zeros((2, 2, 1), np.uint8), 0.0, True, False)), {}
 
     monkeypatch.setattr(appo, "make_game", lambda args: Match())
-    monkeypatch.setattr(appo, "seats_of", lambda args: 2)
+    monkeypatch.setattr(appo.Args, "seats", 2)
     args = appo.Args(env_id="battle", num_workers=1, device="cpu")
     mailbox = appo.Mailbox(spaces((2, 2, 1), 0, (2,)), 2, len(appo.shaping_of(args))).numpy()
     mailbox.shaping[0], mailbox.shaping[1] = 1, 2

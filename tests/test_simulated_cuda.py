@@ -19,6 +19,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from edited import ROOT, edited, replacing
 
 VARIANTS = ("appo_gym.py", "appo_doom.py", "appo_doom_multigpu.py")
 MORE = ("appo_mujoco.py", "appo_atari_replay.py")  # with device code of their own; what they cost is not bounded
+SEVERAL = "appo_pbt_doom.py"  # policies
 IMAGE = (44, 44, 3)
 WORKERS, ROWS, ROLLOUT = 4, 16, 4
 
@@ -155,7 +157,7 @@ def assert_costs(variant: str, costs: dict) -> None:
     assert costs["act: synchronisations"] == 1 and costs["update: launches"] > 100, "they are counted"
 
 
-@pytest.mark.parametrize("variant", VARIANTS + MORE)
+@pytest.mark.parametrize("variant", (*VARIANTS, *MORE, SEVERAL))
 def test_order(play, variant):
     answer = play(ROOT / variant, "order", False)
     assert (answer["error"], answer["reports"]) == ("", [])
@@ -241,7 +243,7 @@ def actor_class(appo, mortal: bool):
 
         def __init__(self, target, args, daemon):
             super().__init__(daemon=daemon)
-            self.args, self.worker, seed, self.mailbox, pipe = args
+            self.args, self.worker, *self.their_rows, seed, self.mailbox, pipe = args
             self.arrays, self.rng = self.mailbox.numpy(), np.random.default_rng([seed, len(self.all)])
             self.splits = range(self.args.worker_num_splits) if hasattr(self.args, "worker_num_splits") else [None]
             self.idle = False
@@ -257,29 +259,32 @@ def actor_class(appo, mortal: bool):
         def kill(self) -> None:
             pass
 
-        def rows(self, split) -> slice:
-            return appo.slice_of(self.args, self.worker * len(self.splits) + (split or 0))
+        def rows(self, split) -> list[slice]:
+            """Of each policy."""
+            if self.their_rows:
+                return [slice(own[0], own[-1] + 1) for own in np.sort(self.their_rows[0][split]).reshape(self.args.num_policies, -1)]
+            return [appo.slice_of(self.args, self.worker * len(self.splits) + (split or 0))]
 
         def let_go(self, split) -> None:
             """From now on the rows are the actor's. A loss with one of these numbers in it ends the run."""
-            rows = self.rows(split)
-            for name, part in self.mailbox.obs.items():
-                cuda.give_away(part[rows])
-                self.arrays.obs[name][rows] = np.nan if part.is_floating_point() else 0
-            self.arrays.reward[rows] = np.nan
+            for rows in self.rows(split):
+                for name, part in self.mailbox.obs.items():
+                    cuda.give_away(part[rows])
+                    self.arrays.obs[name][rows] = np.nan if part.is_floating_point() else 0
+                self.arrays.reward[rows] = np.nan
 
         def replied(self, split) -> None:
             """In the inference thread, before a reply is sent."""
-            if (self.arrays.action[self.rows(split)] == -1).any():
+            if any((self.arrays.action[rows] == -1).any() for rows in self.rows(split)):
                 cuda.report("mailbox", "a reply without actions")
             self.let_go(split)
 
         def ask(self, split) -> None:
-            rows = self.rows(split)
-            write_rows(self.arrays, rows, self.rng)
-            self.arrays.action[rows] = -1
-            for part in self.mailbox.obs.values():
-                cuda.take_back(part[rows])
+            for rows in self.rows(split):
+                write_rows(self.arrays, rows, self.rng)
+                self.arrays.action[rows] = -1
+                for part in self.mailbox.obs.values():
+                    cuda.take_back(part[rows])
             self.pipe.send(split)
 
         def run(self) -> None:
@@ -318,7 +323,8 @@ def order(appo, until_report: bool) -> dict:
                 if isinstance(field, cuda.CudaTensor):
                     cuda.divide(field)
 
-    init, collect, close = appo.Inference.__init__, appo.Learner.collect, appo.Reporter.close
+    collects = appo.Learner if hasattr(appo.Learner, "collect") else appo
+    init, collect, close = appo.Inference.__init__, collects.collect, appo.Reporter.close
 
     def divided(self, *arguments):
         init(self, *arguments)
@@ -337,7 +343,9 @@ def order(appo, until_report: bool) -> dict:
             time.sleep(0.01)
         close(self)
 
-    appo.Rollouts, appo.Learner.collect, appo.Reporter.close = Rollouts, collect_until_report, close_when_quiet
+    appo.Rollouts, collects.collect, appo.Reporter.close = Rollouts, collect_until_report, close_when_quiet
+    if hasattr(appo, "Policy"):  # those of one device learn in turn, here in this thread
+        appo.concurrent = SimpleNamespace(futures=SimpleNamespace(ThreadPoolExecutor=lambda threads: Now(), wait=lambda futures: None))
     appo.Inference.__init__ = divided
     appo.spaces_of = lambda args: make_spaces(appo, 3, (3, 2))
     appo.handle_signals = lambda inference: None
@@ -358,8 +366,16 @@ def order(appo, until_report: bool) -> dict:
             Actor.all, Actor.stopping = [], False
             appo.train(replace(args, total_timesteps=450, sync=True), Path(folder, "it"))
             content = appo.read_checkpoint(Path(folder, "it"))
-            steps = content["global_step"]
+            steps = min(own["global_step"] for own in content.get("policies", [content]))
     return dict(deaths=deaths, steps=steps)
+
+
+class Now:
+    """In the place of a ThreadPoolExecutor."""
+
+    def submit(self, function, *arguments):
+        result = function(*arguments)
+        return SimpleNamespace(result=lambda: result)
 
 
 def make_spaces(appo, vector: int, heads: tuple[int, ...]):
@@ -466,7 +482,7 @@ def main() -> None:
     import simulated_cuda  # noqa: F401 before the project
     import torch.utils.tensorboard  # noqa: F401
 
-    for variant in VARIANTS + MORE:
+    for variant in (*VARIANTS, *MORE, SEVERAL):
         load(ROOT / variant)
     gc.freeze()
     for line in sys.stdin:
