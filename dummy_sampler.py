@@ -6,7 +6,7 @@
 
 The first two step what `make_envs` of the variant returns, as an actor does, and count the frames of valid steps; no
 mailbox, no inference. `--null` is the opposite: environments that cost nothing, through the variant's own actors,
-mailbox, pipes and inference thread, with a policy that draws at random; it counts rows and groups, for 2 to 64 workers.
+mailbox, pipes and inference thread, with a policy that draws at random; it counts rows and groups, for 2 to 72 workers.
 """
 
 import functools
@@ -37,7 +37,7 @@ import tyro
 from tqdm import tqdm
 
 SWEEP = (1, 2, 4, 8, 16, 32, 64)  # environments per worker
-NULL_WORKERS = (2, 4, 8, 16, 32, 64)
+NULL_WORKERS = (2, 4, 8, 16, 32, 64, 72)
 ENGINES = dict(doom="vizdoom", atari="envpool", dmlab="deepmind_lab", mujoco="envpool", pbt_doom="vizdoom")  # packages
 
 
@@ -62,7 +62,7 @@ class Options:
     sweep: bool = False
     """measure 1 to 64 environments per worker and report the best"""
     null: bool = False
-    """environments that cost nothing through mailbox, pipes and inference thread, 2 to 64 workers"""
+    """environments that cost nothing through mailbox, pipes and inference thread, 2 to 72 workers"""
     out: Path | None = None
     """JSON file for the result"""
 
@@ -74,7 +74,7 @@ def variant(options: Options):
         if value is not None and value < 1:
             sys.exit(f"error: --{name.replace('_', '-')} {value}: there must be at least one")
     if options.null and options.sweep:
-        sys.exit("error: --null measures 2 to 64 workers and has no --sweep")
+        sys.exit("error: --null measures 2 to 72 workers and has no --sweep")
     if options.null and options.family in ("mujoco", "pbt_doom"):
         sys.exit("error: --null is for one policy with discrete actions: --family doom, atari or dmlab")
     if options.out and not options.out.parent.is_dir():
@@ -215,7 +215,7 @@ def null_actor(family: str, obs: dict[str, gym.spaces.Box], *arguments) -> None:
     """The variant's own actor, with environments that cost nothing."""
     appo = importlib.import_module(f"appo_{family}")
     appo.make_envs = lambda args, num_envs: NullEnvs(num_envs, obs)
-    (appo.actor if hasattr(appo, "actor") else appo.run_actor)(*arguments)
+    appo.run_actor(*arguments)
 
 
 class RandomAgent(nn.Module):
@@ -227,34 +227,28 @@ class RandomAgent(nn.Module):
         super().__init__()
         self.heads = heads
 
-    def forward(self, obs, first, state, restarts=(0,)):
+    def forward(self, obs, first, state):
         return torch.zeros(*first.shape, sum(self.heads)), torch.zeros(first.shape), state
 
 
 def pipeline(options: Options, appo, args, null: bool) -> dict:
     """Actors, mailbox, pipes, inference thread and rollouts with random actions, without a learner: rows and frames per
     second, and the microseconds of a group. null: with environments that cost nothing."""
-    spaces, first_core = appo.spaces_of(args), hasattr(appo, "resolve")
-    body = "actor" if first_core else "run_actor"  # what a worker's process runs
-    usual = getattr(appo, body)
+    spaces, usual = appo.spaces_of(args), appo.run_actor
     if null:
         spaces = appo.Spaces(spaces.obs, (4,))
-        setattr(appo, body, functools.partial(null_actor, options.family, spaces.obs))
+        appo.run_actor = functools.partial(null_actor, options.family, spaces.obs)
     torch.set_num_threads(1)
     args.batch_size = args.num_workers * args.num_envs_per_worker * args.rollout  # slots: never a reason to wait
     inference, errors = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
     received = np.zeros(2, int)  # steps, and valid steps
 
     def learner() -> None:  # nothing to learn: what is full is free again
-        while (item := inference.full.get()) is not None:
-            if isinstance(item, BaseException):
-                errors.append(item)
-                return
-            slots = item[0] if first_core else item
-            valid = ~inference.rollouts.first[1:, slots]
+        while (block := inference.full.get()) is not None:
+            valid = ~inference.rollouts.first[1:, block]
             received[:] += valid.size, np.count_nonzero(valid)
-            inference.release(slots) if first_core else inference.learner_end.send([slots])
-        errors.append(None if first_core else inference.end)
+            inference.learner_end.send([block])
+        errors.append(inference.end)
 
     def check() -> None:
         if errors and errors[0]:
@@ -264,11 +258,7 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
     thread.start()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            if first_core:
-                context = appo.sampling(inference, appo.Actors(args, inference, session=0, log=tqdm.write))
-            else:
-                context = appo.running(inference, Path(folder))
-            with context:
+            with appo.running(inference, Path(folder)):
                 while not inference.counts["rows"]:
                     time.sleep(0.1)
                     check()
@@ -283,7 +273,7 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
     finally:
         inference.full.put(None)
         thread.join()
-        setattr(appo, body, usual)
+        appo.run_actor = usual
     middle, size = statistics.median(found), args.num_envs_per_worker // args.worker_num_splits
     return dict(workers=args.num_workers, envs_per_worker=args.num_envs_per_worker, rows_per_second=round(middle),
                 frames_per_second=round(middle * valid / steps * args.frameskip),

@@ -200,7 +200,7 @@ ladder() {  # one flag changed at a time: 37 minutes
 }
 
 # The most frames/s with 1 to 64 games a worker; and rows/s of actors, mailbox, pipes, inference thread and rollouts when games cost
-# nothing, with 2 to 64 workers.
+# nothing, with 2 to 72 workers.
 games() {  # the games alone, and the pipeline without games: 7 minutes
     local family env_id
     for family in doom atari; do

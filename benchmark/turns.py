@@ -83,6 +83,7 @@ class Run:
 def main() -> None:
     options = tyro.cli(Options)
     commands = dict(command.split(": ", 1) for command in options.commands)
+    about = machine()  # now: files may be edited meanwhile
     rates = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs = {}
@@ -95,7 +96,7 @@ def main() -> None:
                 rates[name].append(round(runs[name].turn(options.seconds), 1))
     ratios = [round(new / old, 3) for old, new in zip(*rates.values())]
     quartiles = [round(ratio, 3) for ratio in statistics.quantiles(ratios, n=4)]
-    result = dict(machine=machine(), commands=commands, seconds=options.seconds, requests_per_second=rates, ratios=ratios, quartiles=quartiles)
+    result = dict(machine=about, commands=commands, seconds=options.seconds, requests_per_second=rates, ratios=ratios, quartiles=quartiles)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print("second to first: quartiles and median of the ratios", *quartiles)

@@ -4,10 +4,10 @@ preloaded (LD_PRELOAD). It patches torch: for a process that does nothing else, 
 Simulated: tensors that say cuda:0 over memory of the CPU. An operation runs at once, with the CPU's results; beside that it is a numbered kernel of
 its thread's current stream. Streams and host threads have clocks: which kernels are known to be done before their next one. A kernel that uses what
 another stream has used is a race unless that use is in its stream's clock, whether or not anything went wrong this time. Likewise for memory that
-Python lets go of (the caching allocator may reuse it at once on the stream where it was made), for pinned host memory under a copy, and for copies to
-the host that nobody waits for. A copy from memory that is not pinned has its data when the call returns, as CUDA's has, but writes it when its stream
-comes to it, and the host does not wait. What a thread knows passes through queues and with the start and end of threads; through locks and pipes where a
-module is given those below. Mixed devices and NumPy views of device memory raise, as with CUDA.
+Python lets go of (the caching allocator may reuse it at once on the stream where it was made), and for copies to the host that nobody waits for. A copy
+from the host, whose memory is not pinned, has its data when the call returns, as CUDA's has, but writes it when its stream comes to it, and the host does
+not wait. What a thread knows passes through queues, locks and pipes, and with the start and end of threads. Mixed devices and NumPy views of device
+memory raise, as with CUDA.
 
 Not simulated: real kernels and their rounding, CUDA's random numbers (they are the CPU's), cuDNN's packed weights, time. `inference_mode` is
 `no_grad` here, under which a dispatch mode sees what composite operators are made of. What the host does with its own memory is not seen, except for
@@ -250,8 +250,7 @@ def divide(field: torch.Tensor, axis: int = 1) -> None:
     block.wrote, block.read = block.wrote * slots, [Clock(block.read[0]) for _ in range(slots)]
 
 
-# ranges of host memory, (start, end); of the last, the last kernel that copies from there to the device
-pinned, given_away, copied = set(), set(), {}
+given_away = set()  # ranges of host memory, (start, end)
 
 
 def span(memory: torch.Tensor) -> tuple[int, int]:
@@ -262,36 +261,15 @@ def overlap(ranges, other: tuple[int, int]) -> list[tuple[int, int]]:
     return [one for one in ranges if one[0] < other[1] and other[0] < one[1]]
 
 
-def under_copy(memory: tuple[int, int]) -> bool:
-    return not all(here.clock.knows(copied[one]) for one in overlap(copied, memory))
-
-
 def give_away(memory: torch.Tensor) -> None:
-    """From now on this pinned memory belongs to another process."""
+    """From now on this memory belongs to another process."""
     with LOCK:
-        if under_copy(span(memory)):
-            report("mailbox", "memory is given away under a copy")
         given_away.add(span(memory))
 
 
 def take_back(memory: torch.Tensor) -> None:
     with LOCK:
         given_away.remove(span(memory))
-
-
-def host_register(start: int, nbytes: int, flags: int) -> int:
-    with LOCK:
-        pinned.add((start, start + nbytes))
-    return 0
-
-
-def host_unregister(start: int) -> int:
-    with LOCK:
-        (memory,) = [one for one in pinned if one[0] == start]
-        pinned.remove(memory)
-        if under_copy(memory):
-            report("unpinned", "memory is unpinned under a copy")
-    return 0
 
 
 # --- operations
@@ -427,8 +405,6 @@ def crossed(source: torch.Tensor | None, non_blocking: bool) -> None:
         host_waits()
     elif source is None:
         report("unfinished", "a copy to the host that nobody waits for")
-    elif overlap(pinned, span(source)):
-        copied[span(source)] = here.stream.last()
     else:  # CUDA takes the data at once, into a buffer of its own; it may wait for room there
         counts[here.phase, "pageable copies"] += 1
 
@@ -485,11 +461,10 @@ def cell_on_device(cell):
 
 torch.inference_mode = torch.no_grad
 torch.cuda.is_available, torch.cuda.device_count, torch.cuda._lazy_init = lambda: True, lambda: 1, lambda: None
-torch.cuda.set_device = torch.cuda.check_error = lambda number: None
+torch.cuda.set_device = lambda number: None
 torch.cuda.is_bf16_supported, torch.backends.cudnn.enabled = lambda **_: True, False
 torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream = Event, Stream, use_stream, lambda device=None: here.stream
-torch.cuda.synchronize, torch.cuda.mem_get_info = synchronize, lambda device=None: (2**40, 2**40)
-torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=host_register, cudaHostUnregister=host_unregister)
+torch.cuda.synchronize = synchronize
 torch._VF.gru, torch._VF.lstm = on_device(torch._VF.gru, 1), on_device(torch._VF.lstm, 2)
 torch._VF.gru_cell = cell_on_device(torch._VF.gru_cell)
 torch.utils._foreach_utils._foreach_supported_types.append(CudaTensor)  # as CUDA's own: one kernel for many parameters
@@ -497,16 +472,10 @@ torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to ma
 torch.autograd.set_multithreading_enabled(False)  # backward runs in its caller's thread; this is for the main thread
 
 
-def install(module) -> None:
-    """Threads and queues, in a module of the project."""
+def install(module, process) -> None:
+    """In a module of the project: threads, queues, locks and pipes that pass on what is done. `process` comes in the place of an actor's."""
     module.queue = SimpleNamespace(**vars(queue) | dict(SimpleQueue=SimpleQueue))
-    module.threading = SimpleNamespace(**vars(threading) | dict(Thread=Thread))
-
-
-def install_short_core(module, process) -> None:
-    """The same, and the locks and pipes through which the files of the short core pass on what is done. `process` comes in the place of an actor's."""
-    install(module)
-    module.threading.Lock = Lock
+    module.threading = SimpleNamespace(**vars(threading) | dict(Thread=Thread, Lock=Lock))
     module.mp = SimpleNamespace(Pipe=pipe, get_context=lambda method: SimpleNamespace(Process=process))
 
 

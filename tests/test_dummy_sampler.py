@@ -87,7 +87,7 @@ def test_processes_end_with_the_main_one(sampler):
     ("--env-id Pog-v5", "error: unknown --env-id Pog-v5; did you mean Pong-v5"),
     ("--num-workers 0", "error: --num-workers 0: there must be at least one"),
     ("--windows 0", "error: --windows 0: there must be at least one"),
-    ("--null --sweep", "error: --null measures 2 to 64 workers and has no --sweep"),
+    ("--null --sweep", "error: --null measures 2 to 72 workers and has no --sweep"),
     ("--out nowhere/out.json", "error: there is no folder nowhere"),
 ])  # fmt: skip
 def test_bad_input_gets_one_line(flags, expected, monkeypatch):

@@ -49,7 +49,7 @@ def untrained(folder: Path, script: Path) -> Path:
         args.precision = "float32"
     torch.manual_seed(0)
     agent = module.Agent(module.spaces_of(args), args)
-    policy = agent.actor if hasattr(module, "load_agent") else agent.policy
+    policy = agent.policy
     places = {"latest.pth": (5, LATEST)}
     if hasattr(args, "keep_checkpoints"):
         places = {"checkpoints/checkpoint_1.pth": (5, LATEST), "checkpoints/best.pth": (3, BEST)}
@@ -212,7 +212,7 @@ def test_load_agent_makes_environments_of_this_process(own_env, tmp_path, monkey
 def test_load_agent_of_both_cores(drawn_of):
     folder, _ = drawn_of
     module, agent, args, step = evaluate.load_agent(str(folder))
-    policy = agent.actor if hasattr(module, "load_agent") else agent.policy
+    policy = agent.policy
     assert step == 5 and [int(head.argmax()) for head in policy.bias.split(agent.heads)] == list(LATEST)
 
 

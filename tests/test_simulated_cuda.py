@@ -1,4 +1,4 @@
-"""The CUDA branch of the short core on a simulated device (simulated_cuda.py): what is used is there already and still, and the results are those of the
+"""The CUDA branch of the files on a simulated device (simulated_cuda.py): what is used is there already and still, and the results are those of the
 CPU branch. To show that a fault would be seen, the same is played with copies of the file from which one wait was taken out.
 
 Every scenario is played in a process of its own, a child of `python test_simulated_cuda.py`, which has imported what takes long.
@@ -314,7 +314,7 @@ def order(appo, until_report: bool) -> dict:
     import simulated_cuda as cuda
 
     Actor = actor_class(appo, hasattr(appo, "SHORT_LIFE"))
-    cuda.install_short_core(appo, Actor)
+    cuda.install(appo, Actor)
 
     class Rollouts(appo.Rollouts):
         def __init__(self, *arguments):
@@ -405,7 +405,7 @@ def agreement(appo, rnn: str, vector: int, heads: list[int]) -> dict:
     import simulated_cuda as cuda
     import torch
 
-    cuda.install_short_core(appo, None)
+    cuda.install(appo, None)
 
     def run(kind: str) -> dict:
         torch.manual_seed(0)
