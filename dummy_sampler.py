@@ -307,6 +307,20 @@ def machine() -> dict[str, str | int]:
                 commit=git("rev-parse", "--short", "HEAD") + dirty, date=time.strftime("%Y-%m-%d"))  # fmt: skip
 
 
+def write(options: Options, args, results: list[dict]) -> None:
+    """Called after each result, since a sweep may be cut off."""
+    if not options.out:
+        return
+    engine = ENGINES[options.family]
+    try:
+        version = importlib.metadata.version(engine)
+    except importlib.metadata.PackageNotFoundError:  # built from source, not by pip
+        version = "unknown"
+    content = dict(machine=machine() | {engine: version}, command=command(), env_id=args.env_id,
+                   frameskip=frameskip_of(args), results=results)  # fmt: skip
+    options.out.write_text(json.dumps(content, indent=2) + "\n")
+
+
 def main() -> None:
     options = tyro.cli(Options)
     appo, args = variant(options)
@@ -315,12 +329,14 @@ def main() -> None:
         for workers in NULL_WORKERS if options.num_workers is None else (options.num_workers,):
             args.num_workers = workers
             results.append(pipeline(options, appo, args, null=True))
+            write(options, args, results)
             found = results[-1]
             print(f"{found['workers']} workers x {found['envs_per_worker']} rows: {found['rows_per_second']:,} rows/s, "
                   f"{found['microseconds_per_group']} us a group, {found['rows_per_batch']} rows a batch", flush=True)  # fmt: skip
     else:
         for envs in SWEEP if options.sweep else (options.num_envs_per_worker,):
             results.append(ceiling(options, appo, args, envs))
+            write(options, args, results)
             found = results[-1]
             print(f"{found['workers']} workers x {found['envs_per_worker']} {args.env_id}: "
                   f"{found['frames_per_second']:,} frames/s ({min(found['windows']):,} to {max(found['windows']):,} in "
@@ -328,15 +344,6 @@ def main() -> None:
         best = max(results, key=lambda result: result["frames_per_second"])
         if options.sweep:
             print(f"best: {best['envs_per_worker']} environments per worker, {best['frames_per_second']:,} frames/s")
-    if options.out:
-        engine = ENGINES[options.family]
-        try:
-            version = importlib.metadata.version(engine)
-        except importlib.metadata.PackageNotFoundError:  # built from source, not by pip
-            version = "unknown"
-        content = dict(machine=machine() | {engine: version}, command=command(), env_id=args.env_id,
-                       frameskip=frameskip_of(args), results=results)  # fmt: skip
-        options.out.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":
