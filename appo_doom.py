@@ -102,6 +102,7 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import tyro
 import vizdoom
+from gymnasium.spaces import Box, Dict, MultiDiscrete
 from tqdm import tqdm
 
 # === Args =============================================================================================================
@@ -343,11 +344,11 @@ class DoomEnv(gym.Env):
                 press = np.eye(n, n - 1, -1)
             self.presses.append(press)
             buttons = buttons[press.shape[1] :]
-        spaces = dict(obs=gym.spaces.Box(0, 255, IMAGE, np.uint8))
+        spaces = dict(obs=Box(0, 255, IMAGE, np.uint8))
         if self.scenario.measurements:
-            spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (23,), np.float32)
-        self.observation_space = gym.spaces.Dict(spaces)
-        self.action_space = gym.spaces.MultiDiscrete(self.scenario.heads)
+            spaces["vector"] = Box(-np.inf, np.inf, (23,), np.float32)
+        self.observation_space = Dict(spaces)
+        self.action_space = MultiDiscrete(self.scenario.heads)
 
     def setup(self, env_id):
         if env_id not in SCENARIOS:
@@ -457,7 +458,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
-    obs: dict[str, gym.spaces.Box]  # the arrays that an observation consists of, by name
+    obs: dict[str, Box]  # the arrays that an observation consists of, by name
     heads: tuple[int, ...]  # number of actions of each independent head
 
 
@@ -469,7 +470,7 @@ def spaces_of(args: Args) -> Spaces:
         mode = envs.metadata.get("autoreset_mode")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    if not isinstance(obs, gym.spaces.Dict) or not isinstance(action, gym.spaces.MultiDiscrete):
+    if not isinstance(obs, Dict) or not isinstance(action, MultiDiscrete):
         raise UserError(f"unsupported spaces, {obs} and {action}: they must be a Dict and MultiDiscrete")
     return Spaces(dict(obs), tuple(action.nvec.tolist()))
 
@@ -619,8 +620,8 @@ class Agent(nn.Module):
         with self.autocast(self.images):
             features = [encoder(obs[name].permute(0, 3, 1, 2)).float() for name, encoder in self.images.items()]
         if self.vectors:
-            features.append(self.vector_fc(torch.cat([obs[name] for name in self.vectors], dim=-1)))
-        return torch.cat(features, dim=-1)
+            features.append(self.vector_fc(torch.cat([obs[name] for name in self.vectors], -1)))
+        return torch.cat(features, -1)
 
     def forward(self, obs, first, state):
         """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; where `first` is
@@ -654,20 +655,20 @@ class Agent(nn.Module):
 def distributions(logits, heads):
     """logits [..., sum(heads)] -> of each independent head, the log-probabilities [..., n] of its n actions. One whose
     logit is -inf is never taken. (torch's Categorical takes eight times as long.)"""
-    return [part.log_softmax(-1) for part in logits.split(heads, dim=-1)]
+    return [part.log_softmax(-1) for part in logits.split(heads, -1)]
 
 
 def draw(choices):
     """Of log-probabilities [..., n] of each head: actions int64 [..., heads]. argmax p/e with e ~ Exp(1) is a draw from
     p. Unlike torch.multinomial it never makes the host wait for CUDA."""
     actions = [(choice.exp() / torch.empty_like(choice).exponential_()).argmax(-1) for choice in choices]
-    return torch.stack(actions, dim=-1)
+    return torch.stack(actions, -1)
 
 
 def log_prob(choices, actions):
     """Of log-probabilities [..., n] of each head, and actions [..., heads]: their joint log-probability [...]."""
-    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, dim=-1))]
-    return torch.cat(chosen, dim=-1).sum(-1)
+    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, -1))]
+    return torch.cat(chosen, -1).sum(-1)
 
 
 def entropy_of(choice):
@@ -722,10 +723,10 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     """PPO's clipped losses with V-trace's targets over the valid samples of a batch that are young enough. It has the
     fields of Rollouts, [time, rollout, ...], and `lags`, int64 [T, B]. Returns the loss and metrics, on the device.
 
-    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
-    of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also a
-    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (what tells of a step's outcome
-    at t - 1, as the reward)."""
+    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
+    the moment of acting is one more field of `Rollouts`, written in `Inference.act`. If it is in the environment's
+    `info`, it is also a field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (what tells of
+    a step's outcome at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     used = valid * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
@@ -737,14 +738,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
     vs, advantages = vtrace(
-        ratio.detach(),
-        values.detach(),
-        batch.rewards,
-        discounts,
-        valid,
-        args.vtrace_rho,
-        args.vtrace_c,
-        args.vtrace_lambda,
+        ratio, values, batch.rewards, discounts, valid, args.vtrace_rho, args.vtrace_c, args.vtrace_lambda
     )
     targets = vs[:-1]
     values = values[:-1]
@@ -819,11 +813,10 @@ def num_blocks(args: Args) -> int:
 
 def zeros_for(spaces: Spaces, *shape, device="cpu"):
     """Observations of zeros, by name [*shape, ...]"""
-    zeros = {}
-    for name, space in spaces.obs.items():
-        dtype = getattr(torch, space.dtype.name)
-        zeros[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
-    return zeros
+    return {
+        name: torch.zeros(*shape, *space.shape, dtype=getattr(torch, space.dtype.name), device=device)
+        for name, space in spaces.obs.items()
+    }
 
 
 def of_each(function, fields):
@@ -907,7 +900,7 @@ class WorkerEnvs:
         self.over = terminated | truncated
         zeros = np.zeros(len(first))
         own_sums = [info.get(name, zeros) for name in OWN_SUMS]
-        self.sums += np.stack([info.get("raw_reward", reward), zeros + 1, *own_sums], axis=-1)
+        self.sums += np.stack([info.get("raw_reward", reward), zeros + 1, *own_sums], -1)
         self.sums[first] = 0  # what only resets does not count
         episode = self.sums * self.over[:, None]
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
@@ -1003,8 +996,8 @@ class Inference:
     the memory, the pipes and the queue between itself, the actors and the learner.
 
     It acts with a copy of the learner's network. Acting with it and overwriting it both hold the lock until the device
-    is done: no action comes from half an update. Blocks, too, change hands only when the host has waited for
-    what it had asked to be done with them: there are no events between the two streams.
+    is done: no action comes from half an update. Before a block changes hands, the host waits until the device has done
+    what it was asked to do with it: there are no events between the two streams.
 
     Where an actor dies, another takes its place. Its environments and the last transition of each of its rows are lost:
     the row's next observation is a `first` one, which makes that transition invalid."""
@@ -1198,15 +1191,17 @@ class Learner:
         return blocks
 
     def iterate(self, blocks: list[slice]):
-        """Learns from the blocks of an iteration. They stay LEARNING until its last step is made. Returns the metrics
-        of that step."""
+        """Learns from the blocks of an iteration. They stay LEARNING until its last optimiser step is made. Returns the
+        metrics of that step."""
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots]
         lags = (self.inference.version - rollouts.versions[:, slots])[valid]
-        remaining = 1 - self.global_step / args.total_timesteps if args.anneal_lr else 1.0
-        self.optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        learning_rate = args.learning_rate
+        if args.anneal_lr:
+            learning_rate *= 1 - self.global_step / args.total_timesteps
+        self.optimizer.param_groups[0]["lr"] = learning_rate
         num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
         for epoch in range(args.num_epochs):
             dealt = slots[torch.randperm(len(slots)).numpy()]
@@ -1216,7 +1211,7 @@ class Learner:
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered their copies
         return metrics | {
-            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "charts/learning_rate": learning_rate,
             "lag/mean": lags.sum() / max(1, len(lags)),
             "lag/max": lags.max(initial=0),
             "lag/masked": (lags >= args.max_policy_lag).sum() / max(1, len(lags)),
@@ -1300,15 +1295,16 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Of network and sampling; in actors of environments that draw from these, which would all have the same."""
+    """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
+    actors."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def handle_signals(inference: Inference):
-    """A signal is a message to the learner, so that no update is cut in two. Starts the fork server meanwhile: it
-    ignores them, too, and so does an actor until it is in a process group of its own."""
+    """A signal is a message to the learner, so that no update is cut in two. The fork server is started while signals
+    are ignored, and inherits that, as does an actor until it is in a process group of its own."""
     times = []
 
     def handler(*_):
@@ -1546,7 +1542,8 @@ def train(args: Args, folder: Path) -> int:
     place = f"resuming {folder} at step {learner.global_step:,}" if learner.global_step else f"a new run in {folder}"
     log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments\n{place}")
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
-    (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
+    (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=asdict(args)), indent=2))
+    os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
     deadline = np.inf
     stopped = False
@@ -1566,15 +1563,15 @@ def train(args: Args, folder: Path) -> int:
             if learner.global_step:  # else nothing was learned
                 save_checkpoint(folder, learner)
             reporter.close()
-    end = "stopped" if stopped else "done"
-    lines = [
-        f"{end}: {learner.global_step:,} steps, {reporter.score}",
-        f"play: python evaluate.py {folder}",
-        f"curves: tensorboard --logdir {folder}",
-        f"go on: the same command with --experiment {args.experiment}",
-        "    (after its end with a larger --total-timesteps, too)",
-    ]
-    log(folder, "\n".join(lines if learner.global_step else lines[:1]))
+    log(folder, f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {reporter.score}")
+    if learner.global_step:
+        log(
+            folder,
+            f"play: python evaluate.py {folder}\n"
+            f"curves: tensorboard --logdir {folder}\n"
+            f"go on: the same command with --experiment {args.experiment}\n"
+            "    (after its end with a larger --total-timesteps, too)",
+        )
     return 130 if stopped else 0
 
 

@@ -39,14 +39,14 @@ each, 2026-11-28, benchmark/results/core_gym_goals_2.json.
 
 Where to edit: the environment and a wrapper in `make_envs` (one more part of an observation needs no other edit), a
 metric in `OWN_SUMS`, the network and a mask of actions in `Agent`, a loss and what it needs in `appo_loss`; another
-optimiser in `Learner`, and in `save_checkpoint` and `load_checkpoint`.
+optimiser in `Learner`; a second one also in `save_checkpoint` and `load_checkpoint`.
 
 Words: a *worker* is one actor process with its environments. A *row* is one environment's endless stream of experience;
 a worker's rows ask for actions together. A *slot* is room for one rollout (T steps of one row), a *block* is the slots
-of a worker's rows. An *iteration* begins when the learner takes as many blocks as there are workers, passes
-`num_epochs` times over their rollouts in *batches* of about `batch_size` samples, each an optimiser step, and ends when
-it gives them back. A *step* is one decision of the agent. Every optimiser step makes a *version* of the policy; the
-*lag* of a sample is the newest version minus the one that chose its action.
+of a worker's rows. In an *iteration* the learner takes as many blocks as there are workers, passes `num_epochs` times
+over their rollouts in *batches* of about `batch_size` samples, each an optimiser step, and gives the blocks back. A
+*step* is one decision of the agent. Every optimiser step makes a *version* of the policy; the *lag* of a sample is the
+newest version minus the one that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -90,6 +90,7 @@ import torch
 import torch.multiprocessing as mp
 import torch.nn as nn
 import tyro
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple, flatdim, flatten
 from tqdm import tqdm
 
 # === Args =============================================================================================================
@@ -119,8 +120,8 @@ class Args:
     # --- sampling
     num_envs: int = 32  # environments, which the workers share out evenly; learning depends on these, not on workers
     num_workers: int | None = None
-    """actor processes; None: as many as divide num_envs, at most one a core, with CUDA two (one steps while the other
-    waits for actions); 0 runs one as a thread, for debugging, and implies --sync"""
+    """actor processes; None: the largest number that divides num_envs and is at most one a core, with CUDA two (one
+    steps while the other waits for actions); 0 runs one as a thread, for debugging, and implies --sync"""
     sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
 
     # --- algorithm
@@ -156,14 +157,14 @@ OWN_SUMS = ()
 # What is summed over each episode, and reported as the mean over the last 100: the reward, 1 a step, and these
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
-NUMERIC_SPACES = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
-IMAGE_SIDE = 36  # an image has two sides of at least this length
+NUMERIC_SPACES = (Box, Discrete, MultiDiscrete, MultiBinary)
+IMAGE_SIDE = 36  # an image has two sides of at least this length: less is too little for `image_encoder`
 
 
 def parts_of(space, observation, name="obs"):
     """Of each part of an observation: its name (`obs`, or in a Dict or Tuple obs/KEY), its space, and itself."""
-    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
-        for key, part in space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space):
+    if isinstance(space, (Dict, Tuple)):
+        for key, part in space.items() if isinstance(space, Dict) else enumerate(space):
             yield from parts_of(part, observation[key], f"{name}/{key}".replace(".", ":"))  # a module's name has no dot
     else:
         yield name, space, observation
@@ -171,12 +172,12 @@ def parts_of(space, observation, name="obs"):
 
 def as_array(name, space, part):
     """A uint8 array with two long sides is an image: it becomes [height, width, channels] wherever its sides stood;
-    what other axes it has, such as a stack of frames, are channels. Other numbers become a float32 vector, by
-    gymnasium.spaces.flatten, which makes a choice one-hot."""
+    what other axes it has, such as a stack of frames, are channels. Other numbers become a float32 vector; `flatten`
+    makes a choice one-hot."""
     if np.shape(part) != space.shape:
         raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
-    if not isinstance(space, gym.spaces.Box):
-        return gym.spaces.flatten(space, part).astype(np.float32)
+    if not isinstance(space, Box):
+        return flatten(space, part).astype(np.float32)
     if space.dtype == np.uint8:
         sides = [axis for axis, length in enumerate(space.shape) if length >= IMAGE_SIDE]
         if len(sides) == 2:
@@ -187,20 +188,19 @@ def as_array(name, space, part):
 
 def heads_of(space):
     """A tuple: the number of actions of each independent head; () for a space that is not of choices."""
-    if isinstance(space, gym.spaces.MultiBinary):
-        return (2,) * gym.spaces.flatdim(space)
+    if isinstance(space, MultiBinary):
+        return (2,) * flatdim(space)
     sizes = getattr(space, "nvec", getattr(space, "n", ()))  # of a MultiDiscrete, of a Discrete
     return tuple(np.ravel(sizes).astype(int).tolist())
 
 
 def one_number(name, value):
     """Some environments give an array of one number."""
-    if isinstance(value, (int, float, np.generic)):
+    if not isinstance(value, np.ndarray):
         return value
-    array = np.asarray(value)
-    if array.size != 1:
-        raise ValueError(f"{name} must be one number, not an array of shape {array.shape}")
-    return array.item()
+    if value.size != 1:
+        raise ValueError(f"{name} must be one number, not an array of shape {value.shape}")
+    return value.item()
 
 
 class NamedArrays(gym.Wrapper):
@@ -220,10 +220,10 @@ class NamedArrays(gym.Wrapper):
             if array.ndim == 1 and array.size >= IMAGE_SIDE**2:
                 gym.logger.warn(f"{name} becomes a vector of {array.size} numbers: images are uint8, 36 x 36 at least")
             low, high = (0, 255) if array.dtype == np.uint8 else (-np.inf, np.inf)
-            spaces[name] = gym.spaces.Box(low, high, array.shape, array.dtype.type)
-        self.observation_space = gym.spaces.Dict(spaces)
+            spaces[name] = Box(low, high, array.shape, array.dtype.type)
+        self.observation_space = Dict(spaces)
         if heads := heads_of(env.action_space):
-            self.action_space = gym.spaces.MultiDiscrete(heads)
+            self.action_space = MultiDiscrete(heads)
 
     def arrays(self, observation):
         parts = parts_of(self.env_observation_space, observation)
@@ -239,7 +239,7 @@ class NamedArrays(gym.Wrapper):
         action = action + getattr(space, "start", 0)
         observation, *outcome, info = self.env.step(action)
         reward, terminated, truncated = map(one_number, ("reward", "terminated", "truncated"), outcome)
-        own_sums = {name: float(info[name]) for name in OWN_SUMS if name in info}
+        own_sums = {name: float(one_number(name, info[name])) for name in OWN_SUMS if name in info}
         return self.arrays(observation), reward, terminated, truncated, own_sums
 
 
@@ -272,7 +272,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
-    obs: dict[str, gym.spaces.Box]  # the arrays that an observation consists of, by name
+    obs: dict[str, Box]  # the arrays that an observation consists of, by name
     heads: tuple[int, ...]  # number of actions of each independent head
 
 
@@ -284,7 +284,7 @@ def spaces_of(args: Args) -> Spaces:
         mode = envs.metadata.get("autoreset_mode")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    if not obs or not isinstance(action, gym.spaces.MultiDiscrete):
+    if not obs or not isinstance(action, MultiDiscrete):
         raise UserError(
             f"unsupported spaces, {obs} and {action}: observations must have numbers, actions be Discrete, "
             "MultiDiscrete or MultiBinary (for a Box of actions: appo_mujoco.py)"
@@ -431,8 +431,8 @@ class Agent(nn.Module):
         obs = {name: self.normalizers[name](x) for name, x in obs.items()}
         features = [encoder(obs[name].permute(0, 3, 1, 2)) for name, encoder in self.images.items()]
         if self.vectors:
-            features.append(self.vector_fc(torch.cat([obs[name] for name in self.vectors], dim=-1)))
-        return torch.cat(features, dim=-1)
+            features.append(self.vector_fc(torch.cat([obs[name] for name in self.vectors], -1)))
+        return torch.cat(features, -1)
 
     def forward(self, obs, first, state):
         """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; where `first` is
@@ -441,9 +441,9 @@ class Agent(nn.Module):
         x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
         if self.core is not None:
             outputs = []
-            for t in range(T):
-                state = torch.where(first[t].unsqueeze(-1), 0.0, state)
-                state = self.core(x[t], state)
+            for features, begins in zip(x, first):
+                state = torch.where(begins.unsqueeze(-1), 0.0, state)
+                state = self.core(features, state)
                 outputs.append(state)
             x = torch.stack(outputs)
         return self.policy(x), self.critic(x), state
@@ -452,20 +452,20 @@ class Agent(nn.Module):
 def distributions(logits, heads):
     """logits [..., sum(heads)] -> of each independent head, the log-probabilities [..., n] of its n actions. One whose
     logit is -inf is never taken. (torch's Categorical takes eight times as long.)"""
-    return [part.log_softmax(-1) for part in logits.split(heads, dim=-1)]
+    return [part.log_softmax(-1) for part in logits.split(heads, -1)]
 
 
 def draw(choices):
     """Of log-probabilities [..., n] of each head: actions int64 [..., heads]. argmax p/e with e ~ Exp(1) is a draw from
     p. Unlike torch.multinomial it never makes the host wait for CUDA."""
     actions = [(choice.exp() / torch.empty_like(choice).exponential_()).argmax(-1) for choice in choices]
-    return torch.stack(actions, dim=-1)
+    return torch.stack(actions, -1)
 
 
 def log_prob(choices, actions):
     """Of log-probabilities [..., n] of each head, and actions [..., heads]: their joint log-probability [...]."""
-    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, dim=-1))]
-    return torch.cat(chosen, dim=-1).sum(-1)
+    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, -1))]
+    return torch.cat(chosen, -1).sum(-1)
 
 
 def entropy_of(choice):
@@ -512,10 +512,10 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     """PPO's clipped losses with V-trace's targets over the valid samples of a batch, which has the fields of Rollouts,
     [time, rollout, ...]. Returns the loss, the targets float32 [T, B], and metrics, on the device.
 
-    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
-    of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also let
-    through in `NamedArrays.step`, a field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store`
-    (what tells of a step's outcome at t - 1, as the reward)."""
+    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
+    the moment of acting is one more field of `Rollouts`, written in `Inference.act`. If it is in the environment's
+    `info`, it is also let through in `NamedArrays.step`, a field of `Mailbox`, written in `WorkerEnvs.step` and copied
+    in `Inference.store` (what tells of a step's outcome at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
     choices = distributions(logits[:-1], agent.heads)
@@ -525,14 +525,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
     vs, advantages = vtrace(
-        ratio.detach(),
-        values.detach(),
-        batch.rewards,
-        discounts,
-        valid,
-        args.vtrace_rho,
-        args.vtrace_c,
-        args.vtrace_lambda,
+        ratio, values, batch.rewards, discounts, valid, args.vtrace_rho, args.vtrace_c, args.vtrace_lambda
     )
     targets = vs[:-1]
     values = values[:-1]
@@ -582,19 +575,18 @@ def slice_of(args: Args, i: int) -> slice:
 
 def num_blocks(args: Args) -> int:
     """Two for each of W workers: W may be LEARNING while every worker fills another. No deadlock: while the learner
-    waits, at most W - 1 are FULL and none is LEARNING, so each worker has one to fill. --sync has one for each worker:
-    none is FREE until the iteration's last step is made. That is all that --sync is."""
+    waits it has at most W - 1 blocks, and no other is FULL: W + 1 are left for W workers. --sync has one for each
+    worker: none is FREE until the iteration's last step is made. That is all that --sync is."""
     sync = args.sync or args.num_workers == 0
     return max(1, args.num_workers) * (1 if sync else 2)
 
 
 def zeros_for(spaces: Spaces, *shape, device="cpu"):
     """Observations of zeros, by name [*shape, ...]"""
-    zeros = {}
-    for name, space in spaces.obs.items():
-        dtype = getattr(torch, space.dtype.name)
-        zeros[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
-    return zeros
+    return {
+        name: torch.zeros(*shape, *space.shape, dtype=getattr(torch, space.dtype.name), device=device)
+        for name, space in spaces.obs.items()
+    }
 
 
 def of_each(function, fields):
@@ -678,7 +670,7 @@ class WorkerEnvs:
         self.over = terminated | truncated
         zeros = np.zeros(len(first))
         own_sums = [info.get(name, zeros) for name in OWN_SUMS]
-        self.sums += np.stack([reward, zeros + 1, *own_sums], axis=-1)
+        self.sums += np.stack([reward, zeros + 1, *own_sums], -1)
         self.sums[first] = 0  # what only resets does not count
         episode = self.sums * self.over[:, None]
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
@@ -753,9 +745,9 @@ class Inference:
     the memory, the pipes and the queue between itself, the actors and the learner.
 
     It acts with the learner's own network. Acting with it and changing it both hold the lock until the device is done:
-    no action comes from half an update. The learner computes loss and gradient without the lock: nobody else
-    changes the network. Blocks, too, change hands only when the host has waited for what it had asked to be done with
-    them: there are no events between the two streams."""
+    no action comes from half an update. The learner computes loss and gradient without the lock: nobody else changes
+    the network. Before a block changes hands, the host waits until the device has done what it was asked to do with it:
+    there are no events between the two streams."""
 
     def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
         self.args = args
@@ -920,15 +912,17 @@ class Learner:
         return blocks
 
     def iterate(self, blocks: list[slice]):
-        """Learns from the blocks of an iteration. They stay LEARNING until its last step is made. Returns the metrics
-        of that step."""
+        """Learns from the blocks of an iteration. They stay LEARNING until its last optimiser step is made. Returns the
+        metrics of that step."""
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots]
         lags = (self.inference.version - rollouts.versions[:, slots])[valid]
-        remaining = 1 - self.global_step / args.total_timesteps if args.anneal_lr else 1.0
-        self.optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        learning_rate = args.learning_rate
+        if args.anneal_lr:
+            learning_rate *= 1 - self.global_step / args.total_timesteps
+        self.optimizer.param_groups[0]["lr"] = learning_rate
         num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
         for epoch in range(args.num_epochs):
             dealt = slots[torch.randperm(len(slots)).numpy()]
@@ -938,7 +932,7 @@ class Learner:
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered their copies
         return metrics | {
-            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "charts/learning_rate": learning_rate,
             "lag/mean": lags.sum() / max(1, len(lags)),
             "lag/max": lags.max(initial=0),
         }
@@ -1012,16 +1006,17 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Of network and sampling; in actors of environments that draw from these, which would all have the same."""
+    """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
+    actors."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def handle_signals(inference: Inference):
-    """A signal is a message to the learner, so that no update is cut in two. Starts the fork server meanwhile: it
-    ignores them, too, and so does an actor until it is in a process group of its own. Called when an environment's
-    module has been imported, which may have set handlers of its own."""
+    """A signal is a message to the learner, so that no update is cut in two. The fork server is started while signals
+    are ignored, and inherits that, as does an actor until it is in a process group of its own. Called when an
+    environment's module has been imported, which may have set handlers of its own."""
 
     def handler(*_):
         for number in SIGNALS:
@@ -1186,7 +1181,8 @@ def train(args: Args, folder: Path) -> int:
     place = f"resuming {folder} at step {learner.global_step:,}" if learner.global_step else f"a new run in {folder}"
     print(f"{args.env_id}: {args.num_workers} workers, {args.num_envs} environments\n{place}", flush=True)
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
-    (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
+    (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=asdict(args)), indent=2))
+    os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
     stopped = False
     with running(inference), own_stream(device):
@@ -1204,15 +1200,14 @@ def train(args: Args, folder: Path) -> int:
             if learner.global_step:  # else nothing was learned
                 save_checkpoint(folder, learner)
             reporter.close()
-    end = "stopped" if stopped else "done"
-    lines = [
-        f"{end}: {learner.global_step:,} steps, {reporter.score}",
-        f"play: python evaluate.py {folder} --env-id {args.env_id}",
-        f"curves: tensorboard --logdir {folder}",
-        f"go on: the same command with --experiment {args.experiment}",
-        "    (after its end with a larger --total-timesteps, too)",
-    ]
-    print("\n".join(lines if learner.global_step else lines[:1]))
+    print(f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {reporter.score}")
+    if learner.global_step:
+        print(
+            f"play: python evaluate.py {folder} --env-id {args.env_id}\n"
+            f"curves: tensorboard --logdir {folder}\n"
+            f"go on: the same command with --experiment {args.experiment}\n"
+            "    (after its end with a larger --total-timesteps, too)"
+        )
     return 130 if stopped else 0
 
 

@@ -42,15 +42,15 @@ A deliberate edit of appo_gym.py. What differs:
      block:  FREE -> FILLING (by one worker) -> FULL -> LEARNING -> FREE     exactly one owner at any time
 
 Where to edit: the environment and a wrapper in `make_envs` (one more part of an observation needs no other edit), a
-metric in `OWN_SUMS`, the network in `Agent`, a loss and what it needs in `appo_loss`; another
-optimiser in `Learner`, and in `save_checkpoint` and `load_checkpoint`.
+metric in `OWN_SUMS`, the network in `Agent`, a loss and what it needs in `appo_loss`; another optimiser in `Learner`; a
+second one also in `save_checkpoint` and `load_checkpoint`.
 
 Words: a *worker* is one actor process with its environments. A *row* is one environment's endless stream of experience;
 a worker's rows ask for actions together. A *slot* is room for one rollout (T steps of one row), a *block* is the slots
-of a worker's rows. An *iteration* begins when the learner takes as many blocks as there are workers, passes
-`num_epochs` times over their rollouts in *batches* of about `batch_size` samples, each an optimiser step, and ends when
-it gives them back. A *step* is one decision of the agent. Every optimiser step makes a *version* of the policy; the
-*lag* of a sample is the newest version minus the one that chose its action.
+of a worker's rows. In an *iteration* the learner takes as many blocks as there are workers, passes `num_epochs` times
+over their rollouts in *batches* of about `batch_size` samples, each an optimiser step, and gives the blocks back. A
+*step* is one decision of the agent. Every optimiser step makes a *version* of the policy; the *lag* of a sample is the
+newest version minus the one that chose its action.
 
 One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
 NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
@@ -94,6 +94,7 @@ import torch
 import torch.multiprocessing as mp
 import torch.nn as nn
 import tyro
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple, flatdim, flatten
 from tqdm import tqdm
 
 try:
@@ -129,8 +130,8 @@ class Args:
     # --- sampling
     num_envs: int = 64  # environments, which the workers share out evenly; learning depends on these, not on workers
     num_workers: int | None = None
-    """actor processes; None: as many as divide num_envs, at most one a core, with CUDA two (one steps while the other
-    waits for actions); 0 runs one as a thread, for debugging, and implies --sync"""
+    """actor processes; None: the largest number that divides num_envs and is at most one a core, with CUDA two (one
+    steps while the other waits for actions); 0 runs one as a thread, for debugging, and implies --sync"""
     sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
 
     # --- algorithm
@@ -167,15 +168,15 @@ OWN_SUMS = ()
 # What is summed over each episode, and reported as the mean over the last 100: the reward, 1 a step, and these
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
-NUMERIC_SPACES = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+NUMERIC_SPACES = (Box, Discrete, MultiDiscrete, MultiBinary)
 SPECS = envpool.registration.registry.specs if envpool else {}
 TASKS = {task for task, (module, *_) in SPECS.items() if module in ("envpool.mujoco.gym", "envpool.mujoco.dmc")}
 
 
 def parts_of(space, observation, name="obs"):
     """Of each part of an observation: its name (`obs`, or in a Dict or Tuple obs/KEY), its space, and itself."""
-    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
-        for key, part in space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space):
+    if isinstance(space, (Dict, Tuple)):
+        for key, part in space.items() if isinstance(space, Dict) else enumerate(space):
             yield from parts_of(part, observation[key], f"{name}/{key}".replace(".", ":"))  # a module's name has no dot
     else:
         yield name, space, observation
@@ -185,17 +186,16 @@ def as_array(name, space, part):
     """A float32 vector, by gymnasium.spaces.flatten, which makes a choice one-hot."""
     if np.shape(part) != space.shape:
         raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
-    return gym.spaces.flatten(space, part).astype(np.float32)
+    return flatten(space, part).astype(np.float32)
 
 
 def one_number(name, value):
     """Some environments give an array of one number."""
-    if isinstance(value, (int, float, np.generic)):
+    if not isinstance(value, np.ndarray):
         return value
-    array = np.asarray(value)
-    if array.size != 1:
-        raise ValueError(f"{name} must be one number, not an array of shape {array.shape}")
-    return array.item()
+    if value.size != 1:
+        raise ValueError(f"{name} must be one number, not an array of shape {value.shape}")
+    return value.item()
 
 
 class NamedArrays(gym.Wrapper):
@@ -213,11 +213,11 @@ class NamedArrays(gym.Wrapper):
                 continue
             if space.dtype == np.uint8 and len(space.shape) > 1:
                 raise UserError(f"{name} is an image, {space}: this network sees vectors")
-            spaces[name] = gym.spaces.Box(-np.inf, np.inf, as_array(name, space, part).shape)
-        self.observation_space = gym.spaces.Dict(spaces)
-        if isinstance(env.action_space, gym.spaces.Box):
+            spaces[name] = Box(-np.inf, np.inf, as_array(name, space, part).shape)
+        self.observation_space = Dict(spaces)
+        if isinstance(env.action_space, Box):
             box = env.action_space
-            self.action_space = gym.spaces.Box(box.low.ravel(), box.high.ravel(), dtype=box.dtype.type)
+            self.action_space = Box(box.low.ravel(), box.high.ravel(), dtype=box.dtype.type)
 
     def arrays(self, observation):
         parts = parts_of(self.env_observation_space, observation)
@@ -231,7 +231,7 @@ class NamedArrays(gym.Wrapper):
         space = self.env_action_space
         observation, *outcome, info = self.env.step(action.reshape(space.shape).astype(space.dtype))
         reward, terminated, truncated = map(one_number, ("reward", "terminated", "truncated"), outcome)
-        own_sums = {name: float(info[name]) for name in OWN_SUMS if name in info}
+        own_sums = {name: float(one_number(name, info[name])) for name in OWN_SUMS if name in info}
         return self.arrays(observation), reward, terminated, truncated, own_sums
 
 
@@ -250,8 +250,8 @@ class MujocoEnvs(gym.vector.VectorEnv):
         self.pool = None
         self.parts = spec.gymnasium_observation_space
         sizes = {name: np.size(part) for name, _, part in parts_of(self.parts, self.parts.sample())}
-        boxes = {name: gym.spaces.Box(-np.inf, np.inf, (size,)) for name, size in sizes.items()}
-        self.single_observation_space = gym.spaces.Dict(boxes)
+        boxes = {name: Box(-np.inf, np.inf, (size,)) for name, size in sizes.items()}
+        self.single_observation_space = Dict(boxes)
         self.single_action_space = spec.gymnasium_action_space
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
 
@@ -314,7 +314,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
-    obs: dict[str, gym.spaces.Box]  # the arrays that an observation consists of, by name
+    obs: dict[str, Box]  # the arrays that an observation consists of, by name
     numbers: int  # of an action
 
 
@@ -326,12 +326,12 @@ def spaces_of(args: Args) -> Spaces:
         mode = envs.metadata.get("autoreset_mode")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    if not obs or not isinstance(action, gym.spaces.Box) or action.dtype.kind != "f":
+    if not obs or not isinstance(action, Box) or action.dtype.kind != "f":
         raise UserError(
             f"unsupported spaces, {obs} and {action}: observations must have numbers, actions be a Box of floats "
             "(for choices: appo_gym.py)"
         )
-    return Spaces(dict(obs), gym.spaces.flatdim(action))
+    return Spaces(dict(obs), flatdim(action))
 
 
 # === Agent ============================================================================================================
@@ -446,8 +446,8 @@ class Agent(nn.Module):
 
     def encode(self, obs):
         """obs by name [N, size] -> [N, features of both towers]"""
-        x = torch.cat([self.normalizers[name](x) for name, x in obs.items()], dim=-1)
-        return torch.cat([self.acting(x), self.valuing(x)], dim=-1)
+        x = torch.cat([self.normalizers[name](x) for name, x in obs.items()], -1)
+        return torch.cat([self.acting(x), self.valuing(x)], -1)
 
     def forward(self, obs, first, state):
         """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; where `first` is
@@ -456,40 +456,40 @@ class Agent(nn.Module):
         x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
         if self.core is not None:
             outputs = []
-            for t in range(T):
-                state = torch.where(first[t].unsqueeze(-1), 0.0, state)
-                state = self.core(x[t], state)
+            for features, begins in zip(x, first):
+                state = torch.where(begins.unsqueeze(-1), 0.0, state)
+                state = self.core(features, state)
                 outputs.append(state)
             x = torch.stack(outputs)
-        acting, valuing = x.chunk(2, dim=-1)
+        acting, valuing = x.chunk(2, -1)
         mean = self.policy(acting)
-        gaussians = torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
+        gaussians = torch.cat([mean, self.log_std.expand_as(mean)], -1)
         return gaussians, self.critic(valuing), state
 
 
 def draw(gaussians):
     """gaussians [..., 2 * numbers] -> actions [..., numbers]"""
-    mean, log_std = gaussians.chunk(2, dim=-1)
+    mean, log_std = gaussians.chunk(2, -1)
     return mean + log_std.exp() * torch.randn_like(mean)
 
 
 def log_prob(gaussians, actions):
     """gaussians [..., 2 * numbers], actions [..., numbers] -> their joint log-probability [...]"""
-    mean, log_std = gaussians.chunk(2, dim=-1)
+    mean, log_std = gaussians.chunk(2, -1)
     logprobs = -0.5 * ((actions - mean) / log_std.exp()).square() - log_std - 0.5 * np.log(2 * np.pi)
     return logprobs.sum(-1)
 
 
 def entropy_of(gaussians):
     """gaussians [..., 2 * numbers] -> [...]"""
-    _, log_std = gaussians.chunk(2, dim=-1)
+    _, log_std = gaussians.chunk(2, -1)
     return (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
 
 
 def kl_divergence(p, q):
     """KL(p, q) of two policies by their gaussians [..., 2 * numbers] -> [...]"""
-    mean_p, log_std_p = p.chunk(2, dim=-1)
-    mean_q, log_std_q = q.chunk(2, dim=-1)
+    mean_p, log_std_p = p.chunk(2, -1)
+    mean_q, log_std_q = q.chunk(2, -1)
     difference = log_std_q - log_std_p
     squares = (-2 * difference).exp() + ((mean_p - mean_q) / log_std_q.exp()).square()
     return (difference + 0.5 * (squares - 1)).sum(-1)
@@ -534,10 +534,10 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     """PPO's clipped losses with V-trace's targets, and the KL penalty, over the valid samples of a batch, which has the
     fields of Rollouts, [time, rollout, ...]. Returns the loss, the targets float32 [T, B], and metrics, on the device.
 
-    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
-    of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also let
-    through in `NamedArrays.step`, a field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store`
-    (what tells of a step's outcome at t - 1, as the reward)."""
+    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
+    the moment of acting is one more field of `Rollouts`, written in `Inference.act`. If it is in the environment's
+    `info`, it is also let through in `NamedArrays.step`, a field of `Mailbox`, written in `WorkerEnvs.step` and copied
+    in `Inference.store` (what tells of a step's outcome at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     gaussians, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
     gaussians = gaussians[:-1]
@@ -548,14 +548,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
     vs, advantages = vtrace(
-        ratio.detach(),
-        values.detach(),
-        batch.rewards,
-        discounts,
-        valid,
-        args.vtrace_rho,
-        args.vtrace_c,
-        args.vtrace_lambda,
+        ratio, values, batch.rewards, discounts, valid, args.vtrace_rho, args.vtrace_c, args.vtrace_lambda
     )
     targets = vs[:-1]
     values = values[:-1]
@@ -607,19 +600,18 @@ def slice_of(args: Args, i: int) -> slice:
 
 def num_blocks(args: Args) -> int:
     """Two for each of W workers: W may be LEARNING while every worker fills another. No deadlock: while the learner
-    waits, at most W - 1 are FULL and none is LEARNING, so each worker has one to fill. --sync has one for each worker:
-    none is FREE until the iteration's last step is made. That is all that --sync is."""
+    waits it has at most W - 1 blocks, and no other is FULL: W + 1 are left for W workers. --sync has one for each
+    worker: none is FREE until the iteration's last step is made. That is all that --sync is."""
     sync = args.sync or args.num_workers == 0
     return max(1, args.num_workers) * (1 if sync else 2)
 
 
 def zeros_for(spaces: Spaces, *shape, device="cpu"):
     """Observations of zeros, by name [*shape, ...]"""
-    zeros = {}
-    for name, space in spaces.obs.items():
-        dtype = getattr(torch, space.dtype.name)
-        zeros[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
-    return zeros
+    return {
+        name: torch.zeros(*shape, *space.shape, dtype=getattr(torch, space.dtype.name), device=device)
+        for name, space in spaces.obs.items()
+    }
 
 
 def of_each(function, fields):
@@ -705,7 +697,7 @@ class WorkerEnvs:
         self.over = terminated | truncated
         zeros = np.zeros(len(first))
         own_sums = [info.get(name, zeros) for name in OWN_SUMS]
-        self.sums += np.stack([reward, zeros + 1, *own_sums], axis=-1)
+        self.sums += np.stack([reward, zeros + 1, *own_sums], -1)
         self.sums[first] = 0  # what only resets does not count
         episode = self.sums * self.over[:, None]
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
@@ -780,9 +772,9 @@ class Inference:
     the memory, the pipes and the queue between itself, the actors and the learner.
 
     It acts with the learner's own network. Acting with it and changing it both hold the lock until the device is done:
-    no action comes from half an update. The learner computes loss and gradient without the lock: nobody else
-    changes the network. Blocks, too, change hands only when the host has waited for what it had asked to be done with
-    them: there are no events between the two streams."""
+    no action comes from half an update. The learner computes loss and gradient without the lock: nobody else changes
+    the network. Before a block changes hands, the host waits until the device has done what it was asked to do with it:
+    there are no events between the two streams."""
 
     def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
         self.args = args
@@ -947,15 +939,17 @@ class Learner:
         return blocks
 
     def iterate(self, blocks: list[slice]):
-        """Learns from the blocks of an iteration. They stay LEARNING until its last step is made. Returns the metrics
-        of that step."""
+        """Learns from the blocks of an iteration. They stay LEARNING until its last optimiser step is made. Returns the
+        metrics of that step."""
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots]
         lags = (self.inference.version - rollouts.versions[:, slots])[valid]
-        remaining = 1 - self.global_step / args.total_timesteps if args.anneal_lr else 1.0
-        self.optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        learning_rate = args.learning_rate
+        if args.anneal_lr:
+            learning_rate *= 1 - self.global_step / args.total_timesteps
+        self.optimizer.param_groups[0]["lr"] = learning_rate
         num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
         for epoch in range(args.num_epochs):
             dealt = slots[torch.randperm(len(slots)).numpy()]
@@ -965,7 +959,7 @@ class Learner:
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered their copies
         return metrics | {
-            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "charts/learning_rate": learning_rate,
             "lag/mean": lags.sum() / max(1, len(lags)),
             "lag/max": lags.max(initial=0),
         }
@@ -1040,16 +1034,17 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Of network and sampling; in actors of environments that draw from these, which would all have the same."""
+    """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
+    actors."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def handle_signals(inference: Inference):
-    """A signal is a message to the learner, so that no update is cut in two. Starts the fork server meanwhile: it
-    ignores them, too, and so does an actor until it is in a process group of its own. Called when an environment's
-    module has been imported, which may have set handlers of its own."""
+    """A signal is a message to the learner, so that no update is cut in two. The fork server is started while signals
+    are ignored, and inherits that, as does an actor until it is in a process group of its own. Called when an
+    environment's module has been imported, which may have set handlers of its own."""
 
     def handler(*_):
         for number in SIGNALS:
@@ -1214,7 +1209,8 @@ def train(args: Args, folder: Path) -> int:
     place = f"resuming {folder} at step {learner.global_step:,}" if learner.global_step else f"a new run in {folder}"
     print(f"{args.env_id}: {args.num_workers} workers, {args.num_envs} environments\n{place}", flush=True)
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
-    (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
+    (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=asdict(args)), indent=2))
+    os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
     stopped = False
     with running(inference), own_stream(device):
@@ -1232,15 +1228,14 @@ def train(args: Args, folder: Path) -> int:
             if learner.global_step:  # else nothing was learned
                 save_checkpoint(folder, learner)
             reporter.close()
-    end = "stopped" if stopped else "done"
-    lines = [
-        f"{end}: {learner.global_step:,} steps, {reporter.score}",
-        f"play: python evaluate.py {folder} --env-id {args.env_id}",
-        f"curves: tensorboard --logdir {folder}",
-        f"go on: the same command with --experiment {args.experiment}",
-        "    (after its end with a larger --total-timesteps, too)",
-    ]
-    print("\n".join(lines if learner.global_step else lines[:1]))
+    print(f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {reporter.score}")
+    if learner.global_step:
+        print(
+            f"play: python evaluate.py {folder} --env-id {args.env_id}\n"
+            f"curves: tensorboard --logdir {folder}\n"
+            f"go on: the same command with --experiment {args.experiment}\n"
+            "    (after its end with a larger --total-timesteps, too)"
+        )
     return 130 if stopped else 0
 
 

@@ -21,8 +21,8 @@
 An edit of appo_doom.py. What differs:
 - several policies in one process: for each a copy that acts, its rollouts (`Policy`) and a learner; rows, blocks,
   iterations and steps are counted for each; a checkpoint has all of them; a report for each;
-- with `--device cuda` policy p has GPU p modulo their number; learners of different GPUs work at the same time, in
-  threads, and in the GPUs' default streams;
+- with `--device cuda` policy p has GPU p modulo their number; each device has a thread in which its learners take
+  turns, in the default stream;
 - games have PettingZoo's parallel API (`make_game`, `Games`): Doom, alone or as a match of several engines
   (`DoomMatch`), whose output is not shown; or PettingZoo's, whose pictures are made smaller. Only Doom needs vizdoom;
 - who plays where (`seat_rows`); a third flag, `inactive`; the shaping and scores of matches (`DoomEnv`);
@@ -111,6 +111,7 @@ import torch
 import torch.multiprocessing as mp
 import torch.nn as nn
 import tyro
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from tqdm import tqdm
 
 with contextlib.suppress(ImportError):  # games of PettingZoo need neither
@@ -175,7 +176,8 @@ class Args:
     # --- population
     num_policies: int = 2  # in the same games
     policy_settings: str = "{}"
-    """where policies differ from the flags below at their start, as JSON: {"1": {"learning_rate": 0.01}} (policy 1)"""
+    """numbers of TUNED, or coefficients of the reward, that a policy begins with, as JSON:
+    {"1": {"learning_rate": 0.01}} (policy 1)"""
     with_pbt: bool = False  # population-based training: mutate settings, replace the worst policies by the best
     pbt_target_objective: Literal["episodic_return", "kills", "frags", "win"] | None = None
     """the mean of the last 100 episodes; None: win of a match between agents, frags against bots, else the return"""
@@ -242,14 +244,14 @@ class Args:
 # === Environment ======================================================================================================
 
 # What is summed over each episode, and reported as the mean over the last 100: the engine's own reward, 1 a step, and
-# numbers in an agent's `info`, whose names are added here: of Doom, at the end
+# numbers in an agent's `info`, by the names here; Doom gives them when an episode ends
 OWN_SUMS = ("kills", "frags", "deaths", "place", "win")
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
 ENGINE_MEMORY = 3  # MiB of /dev/shm; an engine's file is 10 MiB but sparse: at 160x120 at most 2.8 MiB are used
 # What the agent sees, height, width, RGB: 3 of every 5 rows and 4 of every 5 columns of the engine's screen
 IMAGE = (72, 128, 3)
-# Read from every engine. USER2 is the number of kills in battle and battle2; FRAGCOUNT alone may be negative.
+# Read from every engine. USER2 is the number of kills in battle and battle2. All but FRAGCOUNT are at least 0.
 VARIABLES = ("SELECTED_WEAPON", "SELECTED_WEAPON_AMMO", "HEALTH", "USER2")
 VARIABLES += ("ARMOR", "ATTACK_READY", "PLAYER_NUMBER", "PLAYER_COUNT", "DEAD", "DEATHCOUNT", "HITCOUNT", "DAMAGECOUNT")
 VARIABLES += (*(f"WEAPON{k}" for k in range(8)), *(f"AMMO{k}" for k in range(8)), "FRAGCOUNT")
@@ -401,7 +403,8 @@ def engine_ids(process="self"):
 
 def unlink_shared_memory(engines):
     """Takes away the names of these engines' shared memory, which they have opened or never will: then it goes with
-    them, however they end. A file is left, 3 MiB at most, only where an actor dies by itself while an engine starts."""
+    them, however they end. Files are left, of 3 MiB each at most, only where an actor dies by itself, or a match cannot
+    start, while engines start."""
     for engine in engines:
         for path in Path("/dev/shm").glob(f"ViZDoom*{engine}"):
             path.unlink(missing_ok=True)
@@ -410,8 +413,8 @@ def unlink_shared_memory(engines):
 class DoomEnv(gym.Env):
     """What one player sees and does, alone or in a match. Observation: the image `obs`, uint8 [72, 128, 3], in some
     scenarios beside `vector`, float32 [23] measurements. `info["raw_reward"]` is the engine's own reward, before
-    shaping, scale and clip, in a match the change of frags: scores are sums of it. In a match `info["inactive"]` is set
-    while it waits for its return. At the end there are `scores`. `shaping`: the coefficients of its reward."""
+    shaping, scale and clip, in a match the change of frags: scores are sums of it. In a match `info["inactive"]` says
+    whether it waits for its return. At the end there are `scores`. `shaping`: the coefficients of its reward."""
 
     def __init__(self, args: Args, render_mode=None):
         self.args = args
@@ -447,20 +450,18 @@ class DoomEnv(gym.Env):
             buttons = buttons[press.shape[1] :]
         if self.scenario.match:
             self.presses[-1] *= 1.25  # turns by up to 12.5 degrees a tic, as in Sample Factory
-        spaces = dict(obs=gym.spaces.Box(0, 255, IMAGE, np.uint8))
+        spaces = dict(obs=Box(0, 255, IMAGE, np.uint8))
         if self.scenario.measurements:
-            spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (23,), np.float32)
-        self.observation_space = gym.spaces.Dict(spaces)
-        self.action_space = gym.spaces.MultiDiscrete(self.scenario.heads)
+            spaces["vector"] = Box(-np.inf, np.inf, (23,), np.float32)
+        self.observation_space = Dict(spaces)
+        self.action_space = MultiDiscrete(self.scenario.heads)
 
     def setup(self, env_id):
         if env_id not in SCENARIOS:
             raise UserError(f"unknown --env-id {env_id}; there are {', '.join(SCENARIOS)}")
         self.scenario = SCENARIOS[env_id]
         wads = envpool_assets.asset_path() / "vizdoom" / "maps"  # vizdoom's own, and Sample Factory's battles
-        wad = wads / self.scenario.wad
-        if self.scenario.match and self.args.match_wad:
-            wad = Path(self.args.match_wad)
+        wad = wads / (self.scenario.match and self.args.match_wad or self.scenario.wad)  # that flag's path is absolute
         if not wad.exists():
             raise UserError(f"there is no {wad}")
         self.game.set_doom_scenario_path(str(wad))
@@ -500,9 +501,11 @@ class DoomEnv(gym.Env):
         self.weapons = deque(maxlen=5)
         observation = self.observation()
         self.deaths = self.now["DEATHCOUNT"]  # the engine goes on counting
+        info = {}
         if self.scenario.match:
+            info = {"inactive": self.now["DEAD"] > 0}
             self.now["DEAD"] = 1.0  # it may begin before the first life does
-        return observation, {}
+        return observation, info
 
     def observation(self):
         """A fresh observation of the engine's state. After the game's end there is none: black; no loss uses it."""
@@ -544,8 +547,7 @@ class DoomEnv(gym.Env):
         truncated = not terminated and self.tics >= self.scenario.time_limit
         observation = self.observation()
         bonus = 0.0 if terminated else self.bonus(self.before, self.now)
-        reward = (raw_reward + bonus) * self.scenario.reward_scale * self.args.reward_scale
-        reward = np.clip(reward, -self.args.reward_clip, self.args.reward_clip)
+        reward = (raw_reward + bonus) * self.scenario.reward_scale
         info = {"raw_reward": raw_reward}
         if self.scenario.match:
             info["raw_reward"] = self.now["FRAGCOUNT"] - self.before["FRAGCOUNT"]
@@ -575,18 +577,18 @@ class DoomEnv(gym.Env):
     def scores(self):
         """Of the episode that ends: `kills`; of a match also `frags`, `deaths`, `place` (1: nobody has more frags) and
         `win` (1 if first and alone in that, else 0)."""
-        scores = dict(kills=self.now["USER2"])
-        if self.scenario.match:
-            frags = []
-            for k in range(int(self.now["PLAYER_COUNT"])):
-                variable = getattr(vizdoom.GameVariable, f"PLAYER{k + 1}_FRAGCOUNT")
-                frags.append(self.game.get_game_variable(variable))
-            mine = frags.pop(int(self.now["PLAYER_NUMBER"]))
-            scores |= dict(frags=mine, deaths=self.now["DEATHCOUNT"] - self.deaths)
-            scores |= dict(
-                place=1 + sum(other > mine for other in frags), win=float(mine > max(frags, default=-np.inf))
-            )
-        return scores
+        kills = self.now["USER2"]
+        if not self.scenario.match:
+            return dict(kills=kills)
+        frags = []
+        for k in range(int(self.now["PLAYER_COUNT"])):
+            variable = getattr(vizdoom.GameVariable, f"PLAYER{k + 1}_FRAGCOUNT")
+            frags.append(self.game.get_game_variable(variable))
+        mine = frags.pop(int(self.now["PLAYER_NUMBER"]))
+        deaths = self.now["DEATHCOUNT"] - self.deaths
+        place = 1 + sum(other > mine for other in frags)
+        win = float(mine > max(frags, default=-np.inf))
+        return dict(kills=kills, frags=mine, deaths=deaths, place=place, win=win)
 
     def render(self):
         """The engine's screen, uint8 [120, 160, 3]."""
@@ -616,7 +618,7 @@ class DoomMatch:
     def together(self, function, *arguments):
         """Calls function(player, argument...) for all players, each in a thread, and returns the results. What one
         raises is raised without waiting for the others: their engines may wait for its engine for ever. Then, as after
-        Ctrl-C, the match is over, and its engines end with this process."""
+        Ctrl-C, this process ends, and with it the engines of all its games."""
         if len(self.players) == 1:
             return [function(self.players[0], *(values[0] for values in arguments))]
         futures = [self.pool.submit(function, *values) for values in zip(self.players, *arguments)]
@@ -654,7 +656,7 @@ class DoomMatch:
         """options["shaping"]: the coefficients of each agent, by the names of `shaping_of`."""
         if self.scenario.match and not self.players[0].game.is_running():
             self.start(seed)
-        observations = [observation for observation, _ in self.together(functools.partial(DoomEnv.reset, seed=seed))]
+        observations, infos = zip(*self.together(functools.partial(DoomEnv.reset, seed=seed)))
         if self.scenario.bots:
             for command in ("removebots", *["addbot"] * self.scenario.bots):
                 self.players[0].game.send_game_command(command)
@@ -662,7 +664,7 @@ class DoomMatch:
         shaping = (options or {}).get("shaping", {})
         for agent, player in zip(self.agents, self.players):
             player.shaping = shaping.get(agent, player.shaping)
-        return dict(zip(self.agents, observations)), {}
+        return dict(zip(self.agents, observations)), dict(zip(self.agents, infos))
 
     def step(self, actions):
         playing = self.agents
@@ -685,7 +687,7 @@ class DoomMatch:
 
 def by_name(observation) -> dict:
     """An observation, or its space, as a dict."""
-    return dict(observation) if isinstance(observation, dict | gym.spaces.Dict) else dict(obs=observation)
+    return dict(observation) if isinstance(observation, dict | Dict) else dict(obs=observation)
 
 
 def smaller(part):
@@ -705,31 +707,30 @@ class Games(gym.vector.VectorEnv):
     metadata = dict(autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
 
     def __init__(self, games: list, shaping=None):
-        """shaping(i): coefficients for the next episode of agent i of all. Raises UserError."""
+        """shaping(row): coefficients for the next episode of the agent in that row. Raises UserError."""
         self.games = games
         self.shaping = shaping
-        self.over = [True] * len(games)  # it begins anew
         self.agents = games[0].possible_agents
         self.num_envs = len(games) * len(self.agents)
         spaces = {(str(games[0].observation_space(agent)), str(games[0].action_space(agent))) for agent in self.agents}
         if len(spaces) > 1:
             raise UserError(f"unsupported: agents with different spaces, {spaces}")
         self.action = games[0].action_space(self.agents[0])
-        self.discrete = isinstance(self.action, gym.spaces.Discrete)
-        self.single_action_space = gym.spaces.MultiDiscrete([self.action.n]) if self.discrete else self.action
+        self.discrete = isinstance(self.action, Discrete)
+        self.single_action_space = MultiDiscrete([self.action.n]) if self.discrete else self.action
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
         parts = {}
         for name, space in by_name(games[0].observation_space(self.agents[0])).items():
-            if not isinstance(space, gym.spaces.Box):
+            if not isinstance(space, Box):
                 raise UserError(f"unsupported: an observation {name} of {space}")
             low = smaller(space.low)
-            parts[name] = gym.spaces.Box(low, smaller(space.high), dtype=low.dtype)
-        self.single_observation_space = gym.spaces.Dict(parts)
+            parts[name] = Box(low, smaller(space.high), dtype=low.dtype)
+        self.single_observation_space = Dict(parts)
         self.observation = gym.vector.utils.create_empty_array(self.single_observation_space, self.num_envs)
 
     def reset(self, *, seed=None, options=None):
         """`absent`, in info: agents that are not there yet."""
-        self.over = [True] * len(self.games)
+        self.over = [True] * len(self.games)  # they begin anew
         observation, _, _, absent, info = self.step(None, seed)
         return observation, info | dict(absent=absent)
 
@@ -778,8 +779,8 @@ def make_game(args: Args, **options):
     What it returns has PettingZoo's parallel API, and starts nothing before `reset`. All agents have the same spaces,
     with Discrete or MultiDiscrete actions. Observations are pictures, uint8 [height, width, channels] of at least
     36 x 36, and numbers: one alone, or several in a Dict. In an agent's info there may be `raw_reward`, of which scores
-    are sums; `inactive`, where its next action does nothing; and `OWN_SUMS`. `reset` has the shaping coefficients of
-    each agent, if there are any, in its options."""
+    are sums; `inactive`, where its next action does nothing; and `OWN_SUMS`. `reset` gets options["shaping"]: of each
+    agent the coefficients, none where the scenario has none."""
     if is_doom(args):
         return DoomMatch(args, **options)
     try:
@@ -796,7 +797,7 @@ def make_envs(args: Args, num_envs: int, shaping=None, **options) -> gym.vector.
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
-    obs: dict[str, gym.spaces.Box]  # the arrays that an observation consists of, by name
+    obs: dict[str, Box]  # the arrays that an observation consists of, by name
     heads: tuple[int, ...]  # number of actions of each independent head
 
 
@@ -808,7 +809,7 @@ def spaces_of(args: Args) -> Spaces:
         mode = envs.metadata.get("autoreset_mode")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    if not isinstance(obs, gym.spaces.Dict) or not isinstance(action, gym.spaces.MultiDiscrete):
+    if not isinstance(obs, Dict) or not isinstance(action, MultiDiscrete):
         raise UserError(f"unsupported spaces, {obs} and {action}: they must be a Dict and MultiDiscrete")
     return Spaces(dict(obs), tuple(action.nvec.tolist()))
 
@@ -958,8 +959,8 @@ class Agent(nn.Module):
         with self.autocast(self.images):
             features = [encoder(obs[name].permute(0, 3, 1, 2)).float() for name, encoder in self.images.items()]
         if self.vectors:
-            features.append(self.vector_fc(torch.cat([obs[name] for name in self.vectors], dim=-1)))
-        return torch.cat(features, dim=-1)
+            features.append(self.vector_fc(torch.cat([obs[name] for name in self.vectors], -1)))
+        return torch.cat(features, -1)
 
     def forward(self, obs, first, state):
         """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; where `first` is
@@ -993,20 +994,20 @@ class Agent(nn.Module):
 def distributions(logits, heads):
     """logits [..., sum(heads)] -> of each independent head, the log-probabilities [..., n] of its n actions. One whose
     logit is -inf is never taken. (torch's Categorical takes eight times as long.)"""
-    return [part.log_softmax(-1) for part in logits.split(heads, dim=-1)]
+    return [part.log_softmax(-1) for part in logits.split(heads, -1)]
 
 
 def draw(choices):
     """Of log-probabilities [..., n] of each head: actions int64 [..., heads]. argmax p/e with e ~ Exp(1) is a draw from
     p. Unlike torch.multinomial it never makes the host wait for CUDA."""
     actions = [(choice.exp() / torch.empty_like(choice).exponential_()).argmax(-1) for choice in choices]
-    return torch.stack(actions, dim=-1)
+    return torch.stack(actions, -1)
 
 
 def log_prob(choices, actions):
     """Of log-probabilities [..., n] of each head, and actions [..., heads]: their joint log-probability [...]."""
-    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, dim=-1))]
-    return torch.cat(chosen, dim=-1).sum(-1)
+    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, -1))]
+    return torch.cat(chosen, -1).sum(-1)
 
 
 def entropy_of(choice):
@@ -1061,10 +1062,10 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     """PPO's clipped losses with V-trace's targets over the valid samples of a batch that are young enough. It has the
     fields of Rollouts, [time, rollout, ...], and `lags`, int64 [T, B]. Returns the loss and metrics, on the device.
 
-    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs of the time
-    of acting is a field of `Rollouts`, written in `Inference.act`. If it is in the environment's `info`, it is also a
-    field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (what tells of a step's outcome
-    at t - 1, as the reward)."""
+    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
+    the moment of acting is one more field of `Rollouts`, written in `Policy.act`. If it is in the environment's `info`,
+    it is also a field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Policy.store` (what tells of a step's
+    outcome at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     used = valid * ~batch.inactive[:-1] * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
@@ -1076,14 +1077,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
     vs, advantages = vtrace(
-        ratio.detach(),
-        values.detach(),
-        batch.rewards,
-        discounts,
-        valid,
-        args.vtrace_rho,
-        args.vtrace_c,
-        args.vtrace_lambda,
+        ratio, values, batch.rewards, discounts, valid, args.vtrace_rho, args.vtrace_c, args.vtrace_lambda
     )
     targets = vs[:-1]
     values = values[:-1]
@@ -1162,11 +1156,10 @@ def num_blocks(args: Args) -> int:
 
 def zeros_for(spaces: Spaces, *shape, device="cpu"):
     """Observations of zeros, by name [*shape, ...]"""
-    zeros = {}
-    for name, space in spaces.obs.items():
-        dtype = getattr(torch, space.dtype.name)
-        zeros[name] = torch.zeros((*shape, *space.shape), dtype=dtype, device=device)
-    return zeros
+    return {
+        name: torch.zeros(*shape, *space.shape, dtype=getattr(torch, space.dtype.name), device=device)
+        for name, space in spaces.obs.items()
+    }
 
 
 def of_each(function, fields):
@@ -1229,10 +1222,10 @@ class Rollouts:
 def seat_rows(args: Args, session: int) -> np.ndarray:
     """[worker, split, agent of its games] -> the agent's row in the mailbox, which says its policy: for good.
 
-    In P games, one after the other, each of P policies has every seat once, in the first in order, in each other one
-    shifted by a number, which is another for the next P games: in P times P games for two each meets all, itself
-    included, equally often, in games for more about so. Another session (a resumed run) has other pairs; an actor that
-    takes another's place has the same."""
+    P games in a row give each of P policies every seat once. Seat 0 goes in order; each other seat is shifted by a
+    number that changes every P games. In games for two, of which there are a multiple of P x P, each meets all, itself
+    included, equally often; where there are fewer, some never meet. Another session (a resumed run) has other pairs; an
+    actor that takes another's place has the same."""
     P = args.num_policies
     games = max(1, args.num_workers) * args.num_envs_per_worker
     rng = np.random.default_rng((args.seed, session))
@@ -1252,6 +1245,7 @@ class WorkerEnvs:
 
     def __init__(self, args: Args, rows: np.ndarray, mailbox: SimpleNamespace, seed: int):
         """rows: of its agents; mailbox: its arrays. Game i is seeded with seed + i."""
+        self.args = args
         self.mailbox = mailbox
         self.rows = rows
         self.seed = seed
@@ -1277,9 +1271,10 @@ class WorkerEnvs:
         self.over = terminated | truncated
         zeros = np.zeros(len(first))
         own_sums = [info.get(name, zeros) for name in OWN_SUMS]
-        self.sums += np.stack([info.get("raw_reward", reward), zeros + 1, *own_sums], axis=-1)
+        self.sums += np.stack([info.get("raw_reward", reward), zeros + 1, *own_sums], -1)
         self.sums[first] = 0  # what only resets does not count
         episode = self.sums * self.over[:, None]
+        reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
         flags = dict(terminated=terminated, first=first, inactive=info.get("inactive", False))
         self.write(observation, reward=reward, episode=episode, **flags)
 
@@ -1470,7 +1465,7 @@ class Inference:
             self.policies.append(Policy(args, spaces, agent, part, self.filling, self.t))
         self.full = queue.SimpleQueue()  # blocks to the learners
         self.end = None  # what ends the run: an error, or KeyboardInterrupt
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; closed, it ends the thread
+        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back; closed, it ends the thread
         self.pipes, self.actor_ends = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
@@ -1505,7 +1500,7 @@ class Inference:
         self.full.put(None)
 
     def next_full(self):
-        """For the learner. Waits for a block; until a new run's first update it says every 5 seconds how far it is."""
+        """For `collect`. Waits for a block; until a new run's first update it says every 5 seconds how far it is."""
         while self.policies[0].version == 0:
             before = self.counts["rows"]
             with contextlib.suppress(queue.Empty):
@@ -1606,8 +1601,10 @@ class Learner:
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots] & ~rollouts.inactive[:-1, slots]
         lags = (self.policy.version - rollouts.versions[:, slots])[valid]
-        remaining = max(0.0, 1 - self.global_step / args.total_timesteps) if args.anneal_lr else 1.0
-        self.optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        learning_rate = args.learning_rate
+        if args.anneal_lr:
+            learning_rate *= max(0.0, 1 - self.global_step / args.total_timesteps)
+        self.optimizer.param_groups[0]["lr"] = learning_rate
         num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
         for epoch in range(args.num_epochs):
             dealt = slots[torch.randperm(len(slots)).numpy()]
@@ -1616,7 +1613,7 @@ class Learner:
         self.global_step += len(lags)
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {
-            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "charts/learning_rate": learning_rate,
             "lag/mean": lags.sum() / max(1, len(lags)),
             "lag/max": lags.max(initial=0),
             "lag/masked": (lags >= args.max_policy_lag).sum() / max(1, len(lags)),
@@ -1706,32 +1703,34 @@ class Population:
         return genes
 
     def exchange(self) -> list[str]:
-        """Called between iterations. When all policies have made enough steps since the last exchange, and 100
-        episodes, the best go on as they are; each of the worst becomes a mutated copy of one of the best, if the gap is
-        large enough; all others are mutated. Policy 0 can be replaced, but never mutates. Returns what it did."""
+        """Called between iterations. When all policies have made enough steps since the last exchange, and have 100
+        episodes of this session (a donor's count), the best go on as they are; each of the worst becomes a mutated copy
+        of one of the best, if the gap is large enough; all others are mutated. Policy 0 can be replaced, but never
+        mutates. Returns what it did."""
         args = self.args
         learners = self.learners
         step = min(learner.global_step for learner in learners)
-        episodes = [learner.policy.episodes.copy() for learner in learners]
         due = max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps)
-        if step < due or min(map(len, episodes)) < 100:
+        if step < due or any(len(learner.policy.episodes) < 100 for learner in learners):
             return []
         self.exchanged = step
         self.rng = random.Random(f"{args.seed} {step}")  # so a resumed run draws other numbers
         column = EPISODE.index(args.pbt_target_objective)
-        objectives = [float(np.mean(own, axis=0)[column]) for own in episodes]
-        order = sorted(learners, key=lambda learner: objectives[learner.number], reverse=True)
+        objectives = {}
+        for learner in learners:
+            objectives[learner] = float(np.mean(learner.policy.episodes.copy(), axis=0)[column])
+        order = sorted(learners, key=objectives.get, reverse=True)
         k = min(math.ceil(args.pbt_replace_fraction * len(order)), len(order) // 2)
         best = order[:k]
         worst = order[len(order) - k :]
         lines = []
         for learner in learners:
-            mine = objectives[learner.number]
+            mine = objectives[learner]
             genes = learner.genes
             kind = "kept" if learner in best or learner.number == 0 else "mutated"
             if learner in worst:
                 donor = self.rng.choice(best)
-                its = objectives[donor.number]
+                its = objectives[donor]
                 if its - mine > args.pbt_replace_reward_gap * max(abs(its), abs(mine)):
                     learner.become(donor)
                     genes = donor.genes
@@ -1747,10 +1746,11 @@ def settings_of(args: Args) -> dict[int, dict[str, float]]:
     """--policy-settings. Raises UserError."""
     names = {*TUNED, *shaping_of(args)}
     try:
-        settings = {int(policy): dict(own) for policy, own in json.loads(args.policy_settings).items()}
+        settings = json.loads(args.policy_settings).items()
+        settings = {int(policy): {name: float(own[name]) for name in own} for policy, own in settings}
         if all(policy in range(args.num_policies) and names.issuperset(own) for policy, own in settings.items()):
             numbers = [pair for own in settings.values() for pair in own.items()]
-            if all(float(value) >= 0 or name not in TUNED for name, value in numbers):
+            if all(math.isfinite(value) and (value >= 0 or name not in TUNED) for name, value in numbers):
                 return settings
     except (ValueError, TypeError, AttributeError):
         pass
@@ -1813,15 +1813,16 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Of network and sampling; in actors of environments that draw from these, which would all have the same."""
+    """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
+    actors."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def handle_signals(inference: Inference):
-    """A signal is a message to the learner, so that no update is cut in two. Starts the fork server meanwhile: it
-    ignores them, too, and so does an actor until it is in a process group of its own."""
+    """A signal is a message to `collect`, so that no update is cut in two. The fork server is started while signals are
+    ignored, and inherits that, as does an actor until it is in a process group of its own."""
     times = []
 
     def handler(*_):
@@ -1923,16 +1924,14 @@ def save_checkpoint(folder: Path, population: Population):
     folder.mkdir(exist_ok=True)
     learners = population.learners
     names = [f"checkpoint_{mean_step(learners):012d}.pth"]
+    policies = []
     for learner in learners:
         returns = [episode[0] for episode in learner.policy.episodes.copy()]
         if len(returns) == 100 and np.mean(returns) > population.best_return:
             population.best_return = float(np.mean(returns))
             names[1:] = ["best.pth"]
-    policies = []
-    for learner in learners:
-        own = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict())
-        own |= dict(version=learner.policy.version, global_step=learner.global_step, genes=learner.genes)
-        policies.append(own)
+        own = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), genes=learner.genes)
+        policies.append(own | dict(version=learner.policy.version, global_step=learner.global_step))
     content = dict(
         policies=policies,
         exchanged=population.exchanged,
@@ -1944,8 +1943,7 @@ def save_checkpoint(folder: Path, population: Population):
     for name in names:
         (folder / "saving.tmp").write_bytes(buffer.getbuffer())
         os.replace(folder / "saving.tmp", folder / name)
-    args = population.args
-    for old in sorted(folder.glob("checkpoint_*.pth"))[: -args.keep_checkpoints]:
+    for old in sorted(folder.glob("checkpoint_*.pth"))[: -population.args.keep_checkpoints]:
         old.unlink()
 
 
@@ -1974,9 +1972,9 @@ def load_checkpoint(folder: Path, population: Population):
         learner.optimizer.load_state_dict(saved["optimizer"])
         learner.policy.publish(saved["version"])
         learner.global_step = saved["global_step"]
-        genes = saved["genes"]
+        genes = {}
         for name, default in population.defaults.items():  # a flag that was typed anew is for all policies
-            genes[name] = genes[name] if content["defaults"][name] == default else default
+            genes[name] = saved["genes"][name] if content["defaults"][name] == default else default
         population.give(learner, genes)
     population.exchanged = content["exchanged"]
     population.best_return = content["best_return"]
@@ -2113,14 +2111,14 @@ def train(args: Args, folder: Path) -> int:
     if mean_step(learners) >= args.total_timesteps:
         print("it is finished: raise --total-timesteps")
         return 0
-    games = max(1, args.num_workers) * args.num_envs_per_worker
     step = mean_step(learners)
     place = f"resuming {folder} at step {step:,}" if step else f"a new run in {folder}"
-    text = f"{args.num_policies} policies, {args.num_workers} workers, {games} games, agents in each: {args.seats}"
-    log(folder, f"{args.env_id}: {text}\n{place}")
+    games = f"{args.num_workers} workers of {args.num_envs_per_worker} games, agents in each: {args.seats}"
+    log(folder, f"{args.env_id}: {args.num_policies} policies, {games}\n{place}")
     for learner in learners:
         wait_for(learner.device)  # the above ran in the default stream, in which the learners stay
-    (folder / "cfg.json").write_text(json.dumps(dict(file=os.path.abspath(__file__), args=asdict(args)), indent=2))
+    (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=asdict(args)), indent=2))
+    os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
     deadline = np.inf
     stopped = False
@@ -2145,15 +2143,15 @@ def train(args: Args, folder: Path) -> int:
             if mean_step(learners):  # else nothing was learned
                 save_checkpoint(folder, population)
             reporter.close()
-    end = "stopped" if stopped else "done"
-    lines = [
-        f"{end}: {mean_step(learners):,} steps, {reporter.score}",
-        f"play: python evaluate.py {folder} --env-id {args.env_id}",
-        f"curves: tensorboard --logdir {folder}",
-        f"go on: the same command with --experiment {args.experiment}",
-        "    (after its end with a larger --total-timesteps, too)",
-    ]
-    log(folder, "\n".join(lines if mean_step(learners) else lines[:1]))
+    log(folder, f"{'stopped' if stopped else 'done'}: {mean_step(learners):,} steps, {reporter.score}")
+    if mean_step(learners):
+        log(
+            folder,
+            f"play: python evaluate.py {folder} --env-id {args.env_id}\n"
+            f"curves: tensorboard --logdir {folder}\n"
+            f"go on: the same command with --experiment {args.experiment}\n"
+            "    (after its end with a larger --total-timesteps, too)",
+        )
     return 130 if stopped else 0
 
 

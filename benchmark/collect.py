@@ -119,7 +119,7 @@ def read_population(folder: Path) -> list[dict]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     rows = []
-    log = re.findall(r"(?:( games, )|policy (\d+) \(\w+ (\S+)\) is (?:replaced by policy (\d+))?)", (folder / "log.txt").read_text())
+    log = re.findall(r"(?:( games)|policy (\d+) \(\w+ (\S+)\) is (?:replaced by policy (\d+))?)", (folder / "log.txt").read_text())
     for place in sorted(folder.glob("policy_*")):
         policy, events = int(place.name[-2:]), EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
         own = [line for line in log if line[0] or int(line[1]) == policy]

@@ -391,8 +391,7 @@ def test_a_population_that_is_resumed(population_of, tmp_path):
     one = population_of([1.0, 5.0])
     for i, learner in enumerate(one.learners):
         learner.global_step, learner.policy.version = 900 + i, 30 + i
-    one.give(one.learners[0], one.learners[0].genes | {"HEALTH+": 0.5})
-    one.give(one.learners[1], one.learners[1].genes | dict(learning_rate=0.01))
+    one.give(one.learners[1], one.learners[1].genes | {"learning_rate": 0.01, "HEALTH+": 0.5})
     one.exchanged = 700
     appo.save_checkpoint(tmp_path, one)
     two = population_of([0.0, 0.0], vf_coef=0.25)
@@ -494,17 +493,19 @@ def test_every_seat_is_shaped_as_its_policy_says(monkeypatch):
 
         def step(self, actions):
             self.agents = []
-            return *(dict.fromkeys(actions, value) for value in (np.zeros((2, 2, 1), np.uint8), 0.0, True, False)), {}
+            return *(dict.fromkeys(actions, value) for value in (np.zeros((2, 2, 1), np.uint8), 3.0, True, False)), {}
 
     monkeypatch.setattr(appo, "make_game", lambda args: Match())
     monkeypatch.setattr(appo.Args, "seats", 2)
-    args = appo.Args(env_id="battle", num_workers=1, device="cpu")
+    args = appo.Args(env_id="battle", num_workers=1, reward_scale=0.5, reward_clip=0.5, device="cpu")
     mailbox = appo.Mailbox(spaces((2, 2, 1), 0, (2,)), 2, len(appo.shaping_of(args))).numpy()
     mailbox.shaping[0], mailbox.shaping[1] = 1, 2
     worker = appo.WorkerEnvs(args, np.array([1, 0]), mailbox, 0)
     worker.reset()
     mailbox.shaping[1] = 3
     worker.step()
+    assert mailbox.reward.tolist() == [0.5, 0.5], "scaled and clipped, whatever the game; the score is as it came"
+    assert mailbox.episode[:, 0].tolist() == [3.0, 3.0]
     assert told == [dict(player_0=2, player_1=1)], "not before the next episode"
     worker.step()
     assert told[1:] == [dict(player_0=3, player_1=1)]
@@ -531,6 +532,7 @@ def test_a_duel(duel):
     """Both players see the same time; shaping and scores are their own; who waits for its return is inactive."""
     still, fire = np.array([0, 0, 0, 0, 0, 0, 10]), np.array([0, 0, 0, 1, 0, 0, 10])
     assert {agent: part.shape for agent, parts in duel.reset(seed=1)[0].items() for part in parts.values()} == dict.fromkeys(duel.possible_agents, (23,))
+    assert [type(info["inactive"]) for info in duel.reset(seed=1)[1].values()] == [bool, bool], "also before the first step"
     inactive = []
     for step in range(60):
         observations, rewards, terminated, truncated, infos = duel.step(dict(player_0=fire, player_1=still))
@@ -866,6 +868,7 @@ def appo_loss(*arguments):
     ('--policy-settings {"5":{"learning_rate":1}}', "for policies below 2"),
     ('--policy-settings {"1":{"vf_coef":"high"}}', 'is not like {"1": {"vf_coef": 0.2}}'),
     ('--policy-settings {"1":{"vf_coef":-1}}', 'is not like {"1": {"vf_coef": 0.2}}'),
+    ('--policy-settings {"1":{"vf_coef":NaN}}', 'is not like {"1": {"vf_coef": 0.2}}'),
     ("--pbt-perturb-min 0", "--pbt-perturb-min 0.0 is out of range: at least 1"),
     ("--policy-settings 1:gamma=0.9", 'is not like {"1": {"vf_coef": 0.2}}'),
     ("--num-policies 0", "--num-policies 0 is out of range: at least 1"),
