@@ -1713,7 +1713,7 @@ def saved_args(folder: Path) -> Args:
 @from_first_rank
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args, description=__doc__.partition(":")[0])
+    args = tyro.cli(Args)
     if args.experiment is None:
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
             raise UserError(

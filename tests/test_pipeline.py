@@ -232,7 +232,7 @@ def test_a_killed_actor_breaks_one_transition_and_no_more(tmp_path_factory, tmp_
     appo = load(with_envs(tmp_path_factory.mktemp("killed"), "pipeline_killed", COUNTING))
     rollouts = []
     with Pipeline(appo, tmp_path, worker_num_splits=1) as pipeline:
-        for _ in range(6):
+        while len(rollouts) < 24 or len(pipeline.inference.asked) < 2:  # one that dies before it has asked ends the run
             rollouts += pipeline.take()
         pipeline.inference.version = 7  # as the learner would have had it by then
         torch.multiprocessing.active_children()[0].kill()
