@@ -118,6 +118,8 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
+    """Asynchronous PPO with V-trace on Atari (EnvPool)."""
+
     # --- run
     env_id: str = "Breakout-v5"  # one of EnvPool's 104 Atari games
     frameskip: int = 4  # game ticks (frames) per step of the agent; the image is the maximum of the last two
@@ -1414,7 +1416,7 @@ def saved_args(folder: Path) -> Args:
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args, description=__doc__.partition(":")[0])
+    args = tyro.cli(Args)
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory

@@ -128,6 +128,8 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
+    """Asynchronous PPO with V-trace on DeepMind Lab."""
+
     # --- run
     env_id: str = "rooms_collect_good_objects_train"
     """dmlab_30, a level by its name, with or without contributed/dmlab30/, or several with commas between them. All
@@ -1701,7 +1703,7 @@ def saved_args(folder: Path) -> Args:
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args, description=__doc__.partition(":")[0])
+    args = tyro.cli(Args)
     if args.experiment is None:
         level = args.env_id.replace("/", "_")[:100]
         args.experiment = f"{level}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"

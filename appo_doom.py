@@ -123,6 +123,8 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
+    """Asynchronous PPO with V-trace on ViZDoom."""
+
     # --- run
     env_id: str = "basic"
     """basic, my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering,
@@ -1590,7 +1592,7 @@ def saved_args(folder: Path) -> Args:
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args, description=__doc__.partition(":")[0])
+    args = tyro.cli(Args)
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory

@@ -107,6 +107,8 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
+    """Asynchronous PPO with V-trace for Gymnasium environments of discrete actions."""
+
     # --- run
     env_id: str = "CartPole-v1"
     """a Gymnasium environment by its name; for `module:name` the module, which registers it, is imported first"""
@@ -1227,7 +1229,7 @@ def saved_args(folder: Path) -> Args:
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
     sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
-    args = tyro.cli(Args, description=__doc__.partition(":")[0])
+    args = tyro.cli(Args)
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory

@@ -116,6 +116,8 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
+    """Asynchronous PPO with V-trace for continuous actions (MuJoCo, Gymnasium)."""
+
     # --- run
     env_id: str = "HalfCheetah-v5"
     """a task of EnvPool (MuJoCo of Gymnasium and dm_control), or any environment of Gymnasium with a Box of actions, by
@@ -1255,7 +1257,7 @@ def saved_args(folder: Path) -> Args:
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
     sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
-    args = tyro.cli(Args, description=__doc__.partition(":")[0])
+    args = tyro.cli(Args)
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory

@@ -136,6 +136,8 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
+    """Asynchronous PPO with V-trace for several policies on ViZDoom."""
+
     # --- run
     env_id: str = "basic"
     """matches: duel, deathmatch (4 agents and 4 bots); against bots: duel_bots, deathmatch_bots; alone: basic,
@@ -1943,7 +1945,8 @@ def save_checkpoint(folder: Path, population: Population):
     for name in names:
         (folder / "saving.tmp").write_bytes(buffer.getbuffer())
         os.replace(folder / "saving.tmp", folder / name)
-    for old in sorted(folder.glob("checkpoint_*.pth"))[: -population.args.keep_checkpoints]:
+    args = population.args
+    for old in sorted(folder.glob("checkpoint_*.pth"))[: -args.keep_checkpoints]:
         old.unlink()
 
 
@@ -2170,7 +2173,7 @@ def saved_args(folder: Path) -> Args:
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args, description=__doc__.partition(":")[0])
+    args = tyro.cli(Args)
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory
