@@ -120,10 +120,10 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
-    """Asynchronous PPO with V-trace on several GPUs or machines. Under torchrun --num-workers and --batch-size are each
-    rank's own, --total-timesteps the steps of all together; with --device cuda each rank of a machine has the GPU of
-    its number."""
+    """Asynchronous PPO with V-trace on ViZDoom."""
 
+    # Under torchrun --num-workers and --batch-size are each rank's own, --total-timesteps the steps of all together;
+    # with --device cuda each rank of a machine has the GPU of its number.
     # --- run
     env_id: str = "basic"
     """basic, my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering,
