@@ -1705,8 +1705,8 @@ def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
     args = tyro.cli(Args)
     if args.experiment is None:
-        level = args.env_id.replace("/", "_")[:100]
-        args.experiment = f"{level}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        args.experiment = args.experiment.replace("/", "_")[-150:]  # names of levels have slashes, and may be many
     folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory
     if folder.parent != Path(args.train_dir).resolve():
         raise UserError(f"--experiment {args.experiment} is not a folder in {args.train_dir}")
