@@ -207,6 +207,11 @@ def checkpoint(r) -> dict:
     return torch.load(max((r.folder / "e" / "checkpoints").glob("checkpoint_*")), weights_only=True)
 
 
+def test_ranks_merge_onto_deepmind_lab(tmp_path):
+    """Though each rank's start would remove the engines' folders of the others: not something that the README offers."""
+    compile(with_ranks("appo_dmlab", tmp_path).read_text(), "appo_dmlab_multigpu.py", "exec")
+
+
 def test_two_ranks_train_and_one_goes_on(run, tmp_path):
     """Both have environments of their own; that one is slower is said; what they have learned goes on in one process."""
     line = "        if seed is not None:\n"
