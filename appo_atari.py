@@ -281,9 +281,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
     MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36: one
-    image more is one key more, and no other edit. Scores are sums of `raw_reward` in every
-    step's `info`, where it is given, else of rewards; `game_over` there says where they end, if not with each episode.
-    Actors cannot start processes of multiprocessing (AsyncVectorEnv)."""
+    image more is one key more, and no other edit. Scores are sums of `raw_reward` in every step's `info`, where it is
+    given, else of rewards; `game_over` there says where they end, if not with each episode. Actors cannot start
+    processes of multiprocessing (AsyncVectorEnv)."""
     return AtariEnvs(args, num_envs)
 
 
@@ -674,7 +674,7 @@ class Mailbox:
         self.reward = torch.zeros(rows)  # of the action before it
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # the action before it ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
-        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
+        self.episode = torch.zeros(rows, len(EPISODE))  # of the game that ended just now; zeros: none did
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
 
@@ -722,7 +722,7 @@ class WorkerEnvs:
         self.seed = seed
         self.envs = make_envs(args, n)
         self.over = np.zeros(n, bool)  # the last step ended an episode: the next one only resets
-        self.sums = np.zeros((n, len(EPISODE)))  # of the episodes under way
+        self.sums = np.zeros((n, len(EPISODE)))  # of the games under way
 
     def reset(self):
         observation, _ = self.envs.reset(seed=self.seed)
@@ -1224,7 +1224,7 @@ def running(inference: Inference, folder: Path):
 
 
 def save_checkpoint(folder: Path, learner: Learner):
-    """The latest one, also as best.pth where the mean return of the last 100 episodes is the best so far. Tensors and
+    """The latest one, also as best.pth where the mean return of the last 100 games is the best so far. Tensors and
     plain values only. Written under another name first: a checkpoint is whole or absent."""
     folder = folder / "checkpoints"
     folder.mkdir(exist_ok=True)
@@ -1297,7 +1297,7 @@ class Reporter:
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
         self.metrics = {}  # of the last iteration
-        self.score = "no episode has ended"
+        self.score = "no game is over"
         self.first = self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
 
     def update(self, metrics):

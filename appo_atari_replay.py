@@ -22,6 +22,7 @@ A deliberate edit of appo_atari.py. What differs:
 - `Learner.choose_replayed` says which rollouts of these are learned from again, beside the fresh ones of an iteration;
 - of replayed samples `appo_loss` has another policy gradient, advantages around a mean of their own, no clip of the
   value, no least ratio and no limit of age, and it holds the policy near the one that acted, whose logits are stored;
+- the inputs' statistics count replayed rollouts again, and the metrics of losses and ratios are of fresh samples alone;
 - `Agent.hidden` stands apart, since states are compared by it.
 
 An iteration takes fewer blocks, though at least one. Until a fifth of `replay_rollouts` is there, after a resume, too,
@@ -294,9 +295,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
     MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36: one
-    image more is one key more, and no other edit. Scores are sums of `raw_reward` in every
-    step's `info`, where it is given, else of rewards; `game_over` there says where they end, if not with each episode.
-    Actors cannot start processes of multiprocessing (AsyncVectorEnv)."""
+    image more is one key more, and no other edit. Scores are sums of `raw_reward` in every step's `info`, where it is
+    given, else of rewards; `game_over` there says where they end, if not with each episode. Actors cannot start
+    processes of multiprocessing (AsyncVectorEnv)."""
     return AtariEnvs(args, num_envs)
 
 
@@ -734,7 +735,7 @@ class Mailbox:
         self.reward = torch.zeros(rows)  # of the action before it
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # the action before it ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
-        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
+        self.episode = torch.zeros(rows, len(EPISODE))  # of the game that ended just now; zeros: none did
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
 
@@ -784,7 +785,7 @@ class WorkerEnvs:
         self.seed = seed
         self.envs = make_envs(args, n)
         self.over = np.zeros(n, bool)  # the last step ended an episode: the next one only resets
-        self.sums = np.zeros((n, len(EPISODE)))  # of the episodes under way
+        self.sums = np.zeros((n, len(EPISODE)))  # of the games under way
 
     def reset(self):
         observation, _ = self.envs.reset(seed=self.seed)
@@ -1104,7 +1105,7 @@ class Learner:
 
     def iterate(self, blocks: list[slice]):
         """Learns from the blocks of an iteration, and from what is replayed. The blocks stay LEARNING until the last
-        step is made, then they are KEPT. Returns the metrics of that step."""
+        step is made, then they are KEPT. Returns the metrics of that step, and of what was replayed."""
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
@@ -1135,7 +1136,7 @@ class Learner:
 
     def choose_replayed(self, newest: int):
         """The KEPT slots that are replayed beside the fresh ones, of which `newest` is the last, and metrics. None
-        before a fifth of their room is filled."""
+        before a fifth of their room is filled, and as many as an iteration needs."""
         start = time.perf_counter()
         args = self.args
         rollouts = self.inference.rollouts
@@ -1363,7 +1364,7 @@ def running(inference: Inference, folder: Path):
 
 
 def save_checkpoint(folder: Path, learner: Learner):
-    """The latest one, also as best.pth where the mean return of the last 100 episodes is the best so far. Tensors and
+    """The latest one, also as best.pth where the mean return of the last 100 games is the best so far. Tensors and
     plain values only. Written under another name first: a checkpoint is whole or absent."""
     folder = folder / "checkpoints"
     folder.mkdir(exist_ok=True)
@@ -1436,7 +1437,7 @@ class Reporter:
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
         self.metrics = {}  # of the last iteration
-        self.score = "no episode has ended"
+        self.score = "no game is over"
         self.first = self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
 
     def update(self, metrics):

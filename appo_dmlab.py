@@ -19,19 +19,16 @@
 The engine, deepmind_lab, is in no package registry. Here a *task* is a level with its number: row r plays task r modulo
 the number of tasks, for good.
 
-A deliberate edit of appo_doom.py. What differs:
-- the game (`LabEnv`): one level, several, or the 30 tasks of DMLab-30; the reward is clipped as in IMPALA; what engines
-  print is not shown; time limits are ours to tell, since the engine does not say why an episode ended;
-- compiled maps are kept in a folder that runs share (`LevelCache`), and each episode of a level that generates its maps
-  draws one of `num_maps`;
-- the network reads instructions; IMPALA's convolutions, ReLU; an LSTM by default;
-- PopArt: values, their loss and advantages in units of each task's own returns;
-- returns task by task, also in per cent of the way from random actions to people. The mean over the tasks chooses
-  best.pth (`scores`);
-- an actor's environments have `actor_timeout` each, in a step, too, in which each may have to compile a map;
-- at least one environment a task, and every level is started once before the actors are; vectors are not seen; other
-  defaults: an encoder of 256, no scale of rewards, ten times the steps;
-- there is no look at /dev/shm, and there are no .cfg files.
+A deliberate edit of appo_doom.py. What differs: - the game (`LabEnv`): one level, several, or the 30 tasks of DMLab-30;
+the reward is clipped as in IMPALA; what engines print is not shown; time limits are ours to tell, since the engine does
+not say why an episode ended; - compiled maps are kept in a folder that runs share (`LevelCache`), and each episode of a
+level that generates its maps draws one of `num_maps`; - the network reads instructions; IMPALA's convolutions, ReLU; an
+LSTM by default; - PopArt: values, their loss and advantages in units of each task's own returns; - returns task by
+task, also in per cent of the way from random actions to people. The mean over the tasks chooses best.pth (`scores`); -
+`actor_timeout` is for each environment, in a step, too, since each may have to compile a map; - at least one
+environment a task, and every level's engine is made once, not started, before the actors are; vectors are not seen;
+other defaults: an encoder of 256, no scale of rewards, ten times the steps; - there is no look at /dev/shm, and there
+are no .cfg files.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -137,11 +134,11 @@ class Args:
     episode_seconds: float | None = None
     """time limit that levels outside DMLab-30 have: an episode that ends sooner was terminated. None: there is no such
     level"""
-    extended_action_set: bool | None = None  # 15 actions (Hessel et al. 2019) for IMPALA's 9; None: with dmlab_30
+    extended_action_set: bool | None = None  # 15 actions (Hessel et al. 2019), not IMPALA's 9; None: with dmlab_30
     dataset_path: str | None = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours.
     None: there is none"""
-    num_maps: int = 10_000  # of each level that generates its maps; an episode draws one, the same of them in every run
+    num_maps: int = 10_000  # of each level that is `generated` in TASKS, or not in it; all runs draw from the same maps
     level_cache: str | None = None
     """folder of compiled maps, which any number of runs may share: none removes any. None: level_cache below train_dir.
     benchmark/fill_level_cache.py compiles some beforehand"""
@@ -162,15 +159,15 @@ class Args:
     # --- sampling
     num_workers: int = field(default_factory=num_cores)
     """actor processes; 0 runs one as a thread, for debugging, and implies --sync"""
-    num_envs_per_worker: int = 16  # environments per worker; each takes about 0.13 GiB of memory
+    num_envs_per_worker: int = 16  # environments per worker; each takes about 0.1 GiB of memory
     worker_num_splits: int | None = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions; None: 2 with
     CUDA, else 1 (on a CPU the network would use the core meanwhile)"""
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to the i-th core of this process; turn it off for several runs at once"""
     actor_timeout: float = 120.0
-    """seconds that each environment of a split may take to start, and in a step, in which all of them may have to
-    compile a map; an actor that takes longer counts as hung, and another takes its place; 0: no limit"""
+    """seconds for each environment that starts or is stepped (it may have to compile a map); an actor that takes longer
+    than all of them together may counts as hung, and another takes its place; 0: no limit"""
     sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
 
     # --- algorithm
@@ -187,7 +184,7 @@ class Args:
     vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 is the V-trace of the paper
     clip_coef: float = 0.1  # PPO: the ratio is clipped to [1/(1+e), 1+e]
-    ppo_clip_value: float = 0.2  # how far the value may move from the acting policy's, in deviations of the task's
+    ppo_clip_value: float = 0.2  # how far the value may move from the one at acting time, in PopArt's units
     vf_coef: float = 0.5  # coefficient of the value loss
     ent_coef: float = 0.001  # coefficient of the symmetric KL divergence from the uniform policy, which is penalised
     max_grad_norm: float = 4.0  # gradients are scaled down to this norm; 0 turns it off
@@ -230,7 +227,7 @@ class Task(NamedTuple):
     random: float  # and of random actions (Sample Factory, dmlab30.py)
     frames: float  # an episode's time limit (episodeLengthSeconds of its script)
     test: str = ""  # level for evaluation, where it is another one
-    generated: bool = False  # every episode has a map of its own, which the engine compiles: 3 to 25 seconds
+    generated: bool = False  # an episode has one of `num_maps` maps, each compiled once: 3 to 25 seconds
     dataset: bool = False  # needs --dataset-path
 
 
@@ -313,7 +310,7 @@ def lab_module():
 
 
 def make_lab(args: Args, name: str, **where):
-    """The engine of a task. It starts nothing before its first `reset`. Raises RuntimeError."""
+    """The engine of a task. It starts nothing before its first `reset`. Raises RuntimeError, UserError."""
     task = task_of(args, name)
     level = f"contributed/dmlab30/{name}" if name in TASKS else name
     config = dict(width=str(IMAGE[1]), height=str(IMAGE[0]), appendCommand="+set net_enabled 0")  # no network ports
@@ -362,15 +359,15 @@ def silence_engines():
 
 
 def engines_folder(args: Args) -> Path:
-    """Where engines have folders of their own. `train` removes what an earlier session has left there, and `running`
-    those of engines that were killed."""
+    """Where engines have folders of their own. `train` removes what an earlier session has left there; `running`, at
+    the end, what killed engines have."""
     return Path(args.train_dir, args.experiment or "", "engines").resolve()
 
 
 class LevelCache:
-    """Compiled maps in a folder, in files named by the hash that the engine gives them. Processes and runs may share
-    it. The engine calls `fetch` before it compiles a map and `write` afterwards, within `reset` and, on some levels,
-    within `step`. Nobody removes maps."""
+    """Compiled maps in a folder, in files named by the engine's key. Processes and runs may share it. The engine calls
+    `fetch` before it compiles a map and `write` afterwards, within `reset` and, on some levels, within `step`. Language
+    levels compile maps beside those of `num_maps`. Nobody removes maps."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -397,11 +394,11 @@ class LevelCache:
 class LabEnv(gym.Env):
     """One environment. Observation: `obs`, the image, uint8 [72, 96, 3]; `words`, int64 [16], the numbers of the
     instruction's words, 0 where there is none; `task`, int64 [], the task's number, which the policy does not see.
-    `info["raw_reward"]` is the engine's reward, before clip and scale: scores are sums of it."""
+    `info["raw_reward"]` is the engine's reward, before the clip: scores are sums of it."""
 
     def __init__(self, args: Args, place: int, render_mode=None):
-        """place: among the environments of a split. The first `reset` says the row of the first one of them, in
-        options["first_row"], and so which task this one plays."""
+        """place: among the split's environments. The first `reset` is told the split's first row, options["first_row"]:
+        both together give the row, and so the task."""
         self.args = args
         self.place = place
         self.render_mode = render_mode
@@ -466,11 +463,11 @@ class LabEnv(gym.Env):
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
-    """The environments of one split of a worker; options are for LabEnv. Edit this function to train on something
-    else.
+    """The environments of one split of a worker; options are for LabEnv. To train on something else edit this function,
+    drop `check_levels` from `check`, and give --env-id a name of your own.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
-    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36, and
+    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 20 x 20, and
     of `words` and `task` as LabEnv has them: one image more is one key more, and no other edit. Scores are sums of
     `raw_reward` in every step's `info`, where it is given, else of rewards. Actors cannot start processes of
     multiprocessing (AsyncVectorEnv)."""
@@ -1337,7 +1334,7 @@ class Learner:
                 f"the loss ({loss.item()}) or its gradient is not finite: check observations and rewards, "
                 "or try a lower --learning-rate or --max-grad-norm"
             )
-        begun = self.inference.version > 0  # the first batch only initialises statistics
+        begun = self.inference.version > 0  # the first batch only initialises the inputs' statistics
         if last_epoch or not begun:  # no rollout counts twice
             valid = ~batch.first[1:]
             start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
@@ -1434,7 +1431,7 @@ def kill(actor):
 def scores(args: Args, inference: Inference):
     """Metrics, as soon as each task has finished an episode, else none; and what best.pth goes by: the mean return over
     tasks, or for several tasks, all of them of DMLab-30, that of their human-normalised returns, each capped at 100, as
-    in IMPALA. -inf before there are a hundred episodes, and ten of each task."""
+    in IMPALA. -inf before each task has ten episodes, and its share of a hundred."""
     episodes = [list(of_task.copy()) for of_task in inference.episodes]
     if not all(episodes):
         return {}, -np.inf
@@ -1582,7 +1579,7 @@ class Reporter:
             bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
         )
         self.metrics = {}  # of the last iteration
-        self.score = "no episode has ended"
+        self.score = "not yet an episode of each task"
         self.first = self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
 
     def update(self, metrics):
