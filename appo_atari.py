@@ -870,7 +870,6 @@ class Inference:
         for pipe in (self.returned, *self.pipes):
             self.selector.register(pipe, selectors.EVENT_READ)
         self.asked = Counter()  # requests of each worker's actor
-        self.early_deaths = Counter()  # of each worker's actors, in a row
         self.replace = None  # replace(worker, pipe, text), which `running` sets: another actor for one that has ended
         self.requests = []  # groups that wait for actions, the oldest first: their rows are this thread's
         self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE
@@ -1082,7 +1081,7 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.inference.version > 0  # the first batch only initialises the inputs' statistics
-        if last_epoch or not begun:  # no rollout counts twice
+        if last_epoch or not begun:  # no rollout counts twice, but for the first batch's
             valid = ~batch.first[1:]
             start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
@@ -1109,8 +1108,10 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(noop_max=1, seed=0, gamma=0, max_grad_norm=0)
-SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
+AT_LEAST |= dict(noop_max=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0)
+SHORT_LIFE = (
+    1000  # requests; the run ends when three actors of a worker in a row have died sooner, or one before its first
+)
 FIXED = ("env_id", "encoder", "rnn_type", "hidden_size")  # a resumed run has the same
 
 
@@ -1178,9 +1179,10 @@ def running(inference: Inference, folder: Path):
     # fork is unsafe beside threads and CUDA; spawn costs 100 MB for each actor
     process_or_thread = mp.get_context("forkserver").Process if args.num_workers else threading.Thread
     actors = {}
+    early_deaths = Counter()  # of each worker's actors, in a row
 
     def start(worker, pipe):
-        life = inference.version + inference.early_deaths[worker]
+        life = inference.version + early_deaths[worker]
         seed = random.Random(f"{args.seed} {life} {worker}").getrandbits(30)
         arguments = (args, worker, seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
@@ -1197,10 +1199,10 @@ def running(inference: Inference, folder: Path):
             actors[worker].join()
             code = actors[worker].exitcode
             text = text or ("hung" if code == -signal.SIGALRM else f"died (exit code {code})")
-        inference.early_deaths[worker] += 1
+        early_deaths[worker] += 1
         if asked >= SHORT_LIFE:
-            inference.early_deaths[worker] = 0
-        if not asked or not args.num_workers or inference.early_deaths[worker] == 3:
+            early_deaths[worker] = 0
+        if not asked or not args.num_workers or early_deaths[worker] == 3:
             raise UserError(f"actor {worker}: {text}")
         log(folder, f"actor {worker}: {text}; starting another")
         start(worker, pipe)
@@ -1353,9 +1355,8 @@ def train(args: Args, folder: Path) -> int:
     torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     torch.set_num_threads(max(1, num_cores() // 2))  # for learner and inference each
     seed_generators(args.seed)
-    with contextlib.suppress(AttributeError):  # it is not glibc
-        for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
-            ctypes.CDLL(None).mallopt(option, value)  # keeps freed memory: a third off an update on images on a CPU
+    for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
+        ctypes.CDLL(None).mallopt(option, value)  # keeps freed memory: a third off an update on images on a CPU
     spaces = spaces_of(args)
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device)

@@ -19,16 +19,21 @@
 The engine, deepmind_lab, is in no package registry. Here a *task* is a level with its number: row r plays task r modulo
 the number of tasks, for good.
 
-A deliberate edit of appo_doom.py. What differs: - the game (`LabEnv`): one level, several, or the 30 tasks of DMLab-30;
-the reward is clipped as in IMPALA; what engines print is not shown; time limits are ours to tell, since the engine does
-not say why an episode ended; - compiled maps are kept in a folder that runs share (`LevelCache`), and each episode of a
-level that generates its maps draws one of `num_maps`; - the network reads instructions; IMPALA's convolutions, ReLU; an
-LSTM by default; - PopArt: values, their loss and advantages in units of each task's own returns; - returns task by
-task, also in per cent of the way from random actions to people. The mean over the tasks chooses best.pth (`scores`); -
-`actor_timeout` is for each environment, in a step, too, since each may have to compile a map; - at least one
-environment a task, and every level's engine is made once, not started, before the actors are; vectors are not seen;
-other defaults: an encoder of 256, no scale of rewards, ten times the steps; - there is no look at /dev/shm, and there
-are no .cfg files.
+A deliberate edit of appo_doom.py. What differs:
+- the game (`LabEnv`): one level, several, or the 30 tasks of DMLab-30; the reward is clipped as in IMPALA; what engines
+  print is not shown; time limits are ours to tell, since the engine does not say why an episode ended;
+- compiled maps are kept in a folder that runs share (`LevelCache`), and each episode of a level that generates its maps
+  draws one of `num_maps`;
+- the network reads instructions; IMPALA's convolutions, ReLU; an LSTM by default;
+- PopArt: values, their loss and advantages in units of each task's own returns;
+- returns task by task, also in per cent of the way from random actions to people. The mean over the tasks chooses
+  best.pth (`scores`);
+- `actor_timeout` is for each environment, in a step, too, since each may have to compile a map;
+- at least one environment a task, and every level's engine is made once, not started, before the actors are; vectors
+  are not seen; other defaults: an encoder of 256, no scale of rewards, ten times the steps;
+- engines have folders of their own below the run's (`engines_folder`); a resumed run is where it is now, not where its
+  cfg.json says; in a run's name the slashes of levels are underscores;
+- there is no look at /dev/shm, and there are no .cfg files.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -1123,7 +1128,6 @@ class Inference:
         for pipe in (self.returned, *self.pipes):
             self.selector.register(pipe, selectors.EVENT_READ)
         self.asked = Counter()  # requests of each worker's actor
-        self.early_deaths = Counter()  # of each worker's actors, in a row
         self.replace = None  # replace(worker, pipe, text), which `running` sets: another actor for one that has ended
         self.requests = []  # groups that wait for actions, the oldest first: their rows are this thread's
         self.episodes = [deque(maxlen=100) for _ in tasks_of(args)]  # of each task the last finished ones, see EPISODE
@@ -1335,7 +1339,7 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.inference.version > 0  # the first batch only initialises the inputs' statistics
-        if last_epoch or not begun:  # no rollout counts twice
+        if last_epoch or not begun:  # no rollout counts twice, but for the first batch's
             valid = ~batch.first[1:]
             start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
@@ -1364,8 +1368,10 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(seed=0, gamma=0, max_grad_norm=0, num_maps=1)
-SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
+AT_LEAST |= dict(seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0, num_maps=1)
+SHORT_LIFE = (
+    1000  # requests; the run ends when three actors of a worker in a row have died sooner, or one before its first
+)
 FIXED = ("env_id", "extended_action_set", "encoder", "rnn_type", "hidden_size")  # a resumed run has the same
 
 
@@ -1459,9 +1465,10 @@ def running(inference: Inference, folder: Path):
     # fork is unsafe beside threads and CUDA; spawn costs 100 MB for each actor
     process_or_thread = mp.get_context("forkserver").Process if args.num_workers else threading.Thread
     actors = {}
+    early_deaths = Counter()  # of each worker's actors, in a row
 
     def start(worker, pipe):
-        life = inference.version + inference.early_deaths[worker]
+        life = inference.version + early_deaths[worker]
         seed = random.Random(f"{args.seed} {life} {worker}").getrandbits(30)
         arguments = (args, worker, seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
@@ -1478,10 +1485,10 @@ def running(inference: Inference, folder: Path):
             actors[worker].join()
             code = actors[worker].exitcode
             text = text or ("hung" if code == -signal.SIGALRM else f"died (exit code {code})")
-        inference.early_deaths[worker] += 1
+        early_deaths[worker] += 1
         if asked >= SHORT_LIFE:
-            inference.early_deaths[worker] = 0
-        if not asked or not args.num_workers or inference.early_deaths[worker] == 3:
+            early_deaths[worker] = 0
+        if not asked or not args.num_workers or early_deaths[worker] == 3:
             raise UserError(f"actor {worker}: {text}")
         log(folder, f"actor {worker}: {text}; starting another")
         start(worker, pipe)
@@ -1636,9 +1643,8 @@ def train(args: Args, folder: Path) -> int:
     torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     torch.set_num_threads(max(1, num_cores() // 2))  # for learner and inference each
     seed_generators(args.seed)
-    with contextlib.suppress(AttributeError):  # it is not glibc
-        for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
-            ctypes.CDLL(None).mallopt(option, value)  # keeps freed memory: a third off an update on images on a CPU
+    for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
+        ctypes.CDLL(None).mallopt(option, value)  # keeps freed memory: a third off an update on images on a CPU
     spaces = spaces_of(args)
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device)

@@ -142,8 +142,8 @@ class Args:
     env_id: str = "basic"
     """matches: duel, deathmatch (4 agents and 4 bots); against bots: duel_bots, deathmatch_bots; alone: basic,
     my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering, health_gathering_supreme,
-    battle, battle2, or benchmark (battle without measurements and with 9 flat actions); or a game of PettingZoo's, by
-    its module, such as pettingzoo.butterfly.cooperative_pong_v6"""
+    battle, battle2, or benchmark (battle without measurements and shaping, with 9 flat actions); or a game of
+    PettingZoo's, by its module, such as pettingzoo.butterfly.cooperative_pong_v6"""
     cfg_path: str | None = None  # a ViZDoom scenario .cfg of your own, trained on instead of `env_id`
     match_wad: str | None = None  # file with the map of matches; None: ViZDoom's cig.wad
     frameskip: int = 4  # engine ticks (frames) per step of the agent; in PettingZoo 1
@@ -257,7 +257,7 @@ IMAGE = (72, 128, 3)
 VARIABLES = ("SELECTED_WEAPON", "SELECTED_WEAPON_AMMO", "HEALTH", "USER2")
 VARIABLES += ("ARMOR", "ATTACK_READY", "PLAYER_NUMBER", "PLAYER_COUNT", "DEAD", "DEATHCOUNT", "HITCOUNT", "DAMAGECOUNT")
 VARIABLES += (*(f"WEAPON{k}" for k in range(8)), *(f"AMMO{k}" for k in range(8)), "FRAGCOUNT")
-# What is not as in the engine in all scenarios, by its names
+# Settings of the engine, by its names, where a scenario has no other
 SETTINGS = dict(render_hud=True, render_decals=False, render_particles=False)
 
 
@@ -444,7 +444,7 @@ class DoomEnv(gym.Env):
         self.presses = []
         buttons = self.game.get_available_buttons()
         for n in self.scenario.heads:
-            if buttons[0].name.endswith("_DELTA"):
+            if vizdoom.is_delta_button(buttons[0]):
                 press = np.linspace(-10, 10, n)[:, None]  # degrees per tic, as in Sample Factory's battle
             else:
                 press = np.eye(n, n - 1, -1)
@@ -478,11 +478,11 @@ class DoomEnv(gym.Env):
             self.game.load_config(cfg_path)
         except Exception as error:
             raise UserError(f"--cfg-path {cfg_path}: {error}") from None
-        buttons = sorted(self.game.get_available_buttons(), key=lambda button: button.name.endswith("_DELTA"))
+        buttons = sorted(self.game.get_available_buttons(), key=vizdoom.is_delta_button)
         if not buttons:
             raise UserError(f"--cfg-path {cfg_path} names no available_buttons")
         self.game.set_available_buttons(buttons)
-        deltas = sum(button.name.endswith("_DELTA") for button in buttons)
+        deltas = sum(map(vizdoom.is_delta_button, buttons))
         binary = len(buttons) - deltas
         heads = (binary + 1,) * (binary > 0) + (11,) * deltas
         self.scenario = Scenario("", (), heads, time_limit=self.game.get_episode_timeout() or np.inf)
@@ -1473,7 +1473,6 @@ class Inference:
         for pipe in (self.returned, *self.pipes):
             self.selector.register(pipe, selectors.EVENT_READ)
         self.asked = Counter()  # requests of each worker's actor
-        self.early_deaths = Counter()  # of each worker's actors, in a row
         self.replace = None  # replace(worker, pipe, text), which `running` sets: another actor for one that has ended
         self.requests = []  # groups that wait for actions, the oldest first: their rows are this thread's
         self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
@@ -1647,7 +1646,7 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.policy.version > 0  # the first batch only initialises the inputs' statistics
-        if last_epoch or not begun:  # no rollout counts twice
+        if last_epoch or not begun:  # no rollout counts twice, but for the first batch's
             valid = ~batch.first[1:] & ~batch.inactive[:-1]
             start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
@@ -1778,9 +1777,11 @@ def settings_of(args: Args) -> dict[int, dict[str, float]]:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, num_policies=1)
+AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0, num_policies=1)
 AT_LEAST |= dict(pbt_replace_fraction=0, pbt_mutation_rate=0, pbt_perturb_min=1)
-SHORT_LIFE = 1000  # requests; the run ends when three actors of a worker in a row have died sooner
+SHORT_LIFE = (
+    1000  # requests; the run ends when three actors of a worker in a row have died sooner, or one before its first
+)
 FIXED = (
     "env_id",
     "cfg_path",
@@ -1871,9 +1872,10 @@ def running(inference: Inference, folder: Path):
     # fork is unsafe beside threads and CUDA; spawn costs 100 MB for each actor
     process_or_thread = mp.get_context("forkserver").Process if args.num_workers else threading.Thread
     actors = {}
+    early_deaths = Counter()  # of each worker's actors, in a row
 
     def start(worker, pipe):
-        life = inference.policies[0].version + inference.early_deaths[worker]
+        life = inference.policies[0].version + early_deaths[worker]
         seed = random.Random(f"{args.seed} {life} {worker}").getrandbits(30)
         arguments = (args, worker, rows[worker], seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
@@ -1892,10 +1894,10 @@ def running(inference: Inference, folder: Path):
             text = text or ("hung" if code == -signal.SIGALRM else f"died (exit code {code})")
             if code == -signal.SIGSEGV and not asked:
                 text += " while its engines started: is the scenario for several players?"
-        inference.early_deaths[worker] += 1
+        early_deaths[worker] += 1
         if asked >= SHORT_LIFE:
-            inference.early_deaths[worker] = 0
-        if not asked or not args.num_workers or inference.early_deaths[worker] == 3:
+            early_deaths[worker] = 0
+        if not asked or not args.num_workers or early_deaths[worker] == 3:
             raise UserError(f"actor {worker}: {text}")
         log(folder, f"actor {worker}: {text}; starting another")
         start(worker, pipe)
@@ -2098,9 +2100,8 @@ def train(args: Args, folder: Path) -> int:
     torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
     torch.set_num_threads(max(1, num_cores() // 2))  # for learners and inference each
     seed_generators(args.seed)
-    with contextlib.suppress(AttributeError):  # it is not glibc
-        for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
-            ctypes.CDLL(None).mallopt(option, value)  # keeps freed memory: a third off an update on images on a CPU
+    for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
+        ctypes.CDLL(None).mallopt(option, value)  # keeps freed memory: a third off an update on images on a CPU
     spaces = spaces_of(args)
     agents = []
     for policy in range(args.num_policies):
