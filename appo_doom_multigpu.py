@@ -210,13 +210,16 @@ def join_ranks():
     i = int(os.environ["LOCAL_RANK"])
     n = int(os.environ["LOCAL_WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // n  # the same for all: they wait for the slowest
+    share = num_cores() // n  # the same for all: they wait for the slowest
     os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
     store, rank, ranks = next(dist.rendezvous("env://"))
     if n == ranks:  # one machine: after a restart its store still has the addresses of the dead, and NCCL's last error
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(i % torch.cuda.device_count())  # else each rank opens the first GPU, too
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     if rank:
         sys.stdout = open(os.devnull, "w")  # what all would say, rank 0 says; log.txt has the lines of all
