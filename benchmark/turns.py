@@ -3,8 +3,9 @@
     python benchmark/turns.py --out FILE.json "old: python ../old/appo_gym.py --learning-rate 0" "new: python appo_gym.py --learning-rate 0"
 
 They take turns of a few seconds, so that the machine's moods, which last minutes, meet both. Counted are the requests of actors, by their
-calls of write: so a worker must have as many environments, in as many splits, with one pipe, in both. With a learning rate of 0 both play alike; where
-games cost more when they are played well, learning would be compared, too. Doom needs --actor-timeout 0. Nothing else may run on the machine.
+calls of write: so a worker must have as many environments, in as many splits, with one pipe, in both. With a learning rate of 0 both play
+alike; where games cost more when they are played well, learning would be compared, too. Doom needs --actor-timeout 0. Nothing else may run
+on the machine.
 """
 
 import contextlib
