@@ -1109,7 +1109,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
 AT_LEAST |= dict(noop_max=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0)
-SHORT_LIFE = 1000  # requests; the run ends when three actors in a row die sooner, or one before its first
+SHORT_LIFE = 1000  # requests; three actors of a worker in a row that die sooner end the run, or one before its first
 FIXED = ("env_id", "encoder", "rnn_type", "hidden_size")  # a resumed run has the same
 
 

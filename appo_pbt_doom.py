@@ -350,8 +350,8 @@ SCENARIOS = {
 }
 RULES = "+sv_forcerespawn 1 +sv_noautoaim 1 +sv_respawnprotect 1 +sv_spawnfarthest 1"
 RULES += " +sv_nocrouch 1 +sv_nojump 1 +sv_nofreelook 1 +sv_noexit 1"
-# Sample Factory's reward shaping: what a variable's growth (+) and its fall (-) are worth; and each step with a weapon,
-# loaded, in hand for five steps
+# Sample Factory's reward shaping: what growth (+) and fall (-) of a variable are worth, and each step with a weapon that is
+# loaded, and in hand for five steps
 WEIGHTS = (1, 1, 1, 5, 5, 5, 10, 10)  # of weapons 0 to 7
 SELECTED = {f"SELECTED{k}": 2e-4 * w for k, w in enumerate(WEIGHTS)}
 HEALTH = {"HEALTH+": 0.005, "HEALTH-": -0.003}
@@ -1779,7 +1779,7 @@ AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, n
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
 AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0, num_policies=1)
 AT_LEAST |= dict(pbt_replace_fraction=0, pbt_mutation_rate=0, pbt_perturb_min=1)
-SHORT_LIFE = 1000  # requests; the run ends when three actors in a row die sooner, or one before its first
+SHORT_LIFE = 1000  # requests; three actors of a worker in a row that die sooner end the run, or one before its first
 FIXED = (
     "env_id",
     "cfg_path",
