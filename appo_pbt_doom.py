@@ -350,8 +350,8 @@ SCENARIOS = {
 }
 RULES = "+sv_forcerespawn 1 +sv_noautoaim 1 +sv_respawnprotect 1 +sv_spawnfarthest 1"
 RULES += " +sv_nocrouch 1 +sv_nojump 1 +sv_nofreelook 1 +sv_noexit 1"
-# Sample Factory's reward shaping: what growth (+) and fall (-) of a variable are worth, and each step with a weapon that
-# is loaded, and has been in hand for five steps
+# Sample Factory's reward shaping: what growth (+) and fall (-) of a variable are worth, and each step with a weapon
+# that is loaded, and has been in hand for five steps
 WEIGHTS = (1, 1, 1, 5, 5, 5, 10, 10)  # of weapons 0 to 7
 SELECTED = {f"SELECTED{k}": 2e-4 * w for k, w in enumerate(WEIGHTS)}
 HEALTH = {"HEALTH+": 0.005, "HEALTH-": -0.003}
