@@ -472,7 +472,7 @@ def test_a_hang_while_environments_start_ends_the_run(start):
 
 def test_an_engine_hangs_and_main_is_killed(start):
     """The worst case: an actor waits for ever inside a game, and nobody is left to notice but itself."""
-    r = training(start("--actor-timeout", "4"))
+    r = training(start("--actor-timeout", "10"))
     for engine in r.engines():
         os.kill(engine, signal.SIGSTOP)
     time.sleep(1)
