@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 from types import SimpleNamespace
 
@@ -353,6 +354,19 @@ def test_the_size_of_the_rewards_does_not_matter():
 
 
 # --- as a user runs it
+
+
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_a_worker_for_each_core_stays_on_its_own(fewer, run):
+    """Fewer workers stay free: other runs may share the machine."""
+    cores = len(os.sched_getaffinity(0))
+    workers = max(1, cores - fewer)
+    r = run(*SMALL, "--env-id", "Hopper-v5", "--num-workers", workers, "--num-envs", 2 * workers, "--total-timesteps", 10**6, script=SCRIPT)
+    r.wait_for(lambda: len(r.actors()) == workers and "step" in r.text(), what="the actors")
+    expected = cores if workers < cores else 1
+    assert [len(os.sched_getaffinity(actor)) for actor in r.actors()] == [expected] * workers
+    if expected == 1:
+        assert set.union(*(os.sched_getaffinity(actor) for actor in r.actors())) == os.sched_getaffinity(0)
 
 
 def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
