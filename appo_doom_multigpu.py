@@ -903,7 +903,8 @@ def blocks_per_iteration(args: Args) -> int:
 def num_blocks(args: Args) -> int:
     """One for each group to fill, while those of one iteration are LEARNING and of `max_batches_ahead` FULL. No
     deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
-    --sync has one for each group: none is FREE until the iteration's last step is made. That is all that --sync is."""
+    --sync has one for each group, and all are an iteration's: none is FREE until its last step is made. That is all
+    that --sync is."""
     groups = num_rows(args) // rows_per_group(args)
     return groups + (0 if take_turns(args) else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
 
@@ -1271,7 +1272,8 @@ class Learner:
         self.agent = agent
         self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.global_step = 0  # valid transitions learned from
+        self.global_step = 0  # valid transitions that came, too old ones too
+        self.version = 0  # of the policy, when the iteration under way began
         self.best_return = -np.inf  # of best.pth
 
     @together
@@ -1294,7 +1296,8 @@ class Learner:
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots]
-        lags = (self.inference.version - rollouts.versions[:, slots])[valid]
+        self.version = self.inference.version
+        lags = (self.version - rollouts.versions[:, slots])[valid]
         learning_rate = args.learning_rate
         if args.anneal_lr:
             learning_rate *= 1 - self.global_step / args.total_timesteps
@@ -1327,7 +1330,7 @@ class Learner:
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
         """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
-        batch.lags = self.inference.version - batch.versions
+        batch.lags = self.version - batch.versions
         loss, metrics = appo_loss(self.args, self.agent, batch)
         self.optimizer.zero_grad()
         loss.backward()
@@ -1371,7 +1374,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
 AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0)
-SHORT_LIFE = 1000  # requests; three actors of a worker in a row that die sooner end the run, or one before its first
+# Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
+# dies before its first
+SHORT_LIFE = 1000
 FIXED = ("env_id", "cfg_path", "rnn_type", "hidden_size", "vector_size")  # a resumed run has the same
 
 
@@ -1398,7 +1403,7 @@ def seed_generators(seed: int):
     """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
     actors."""
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
@@ -1475,7 +1480,7 @@ def running(inference: Inference, folder: Path):
         early_deaths[worker] += 1
         if asked >= SHORT_LIFE:
             early_deaths[worker] = 0
-        if not asked or not args.num_workers or early_deaths[worker] == 3:
+        if not (asked or inference.version) or not args.num_workers or early_deaths[worker] == 3:
             raise UserError(f"actor {worker}: {text}")
         log(folder, f"actor {worker}: {text}; starting another")
         start(worker, pipe)

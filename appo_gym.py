@@ -1011,7 +1011,7 @@ def seed_generators(seed: int):
     """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
     actors."""
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

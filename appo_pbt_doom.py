@@ -1151,7 +1151,8 @@ def blocks_per_iteration(args: Args) -> int:
 def num_blocks(args: Args) -> int:
     """One for each group to fill, while those of one iteration are LEARNING and of `max_batches_ahead` FULL. No
     deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
-    --sync has one for each group: none is FREE until the iteration's last step is made. That is all that --sync is."""
+    --sync has one for each group, and all are an iteration's: none is FREE until its last step is made. That is all
+    that --sync is."""
     groups = num_rows(args) // rows_per_group(args)
     return groups + (0 if take_turns(args) else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
 
@@ -1592,7 +1593,8 @@ class Learner:
         self.policy = policy
         self.device = policy.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.global_step = 0  # valid transitions learned from
+        self.global_step = 0  # valid transitions that came, too old ones too
+        self.version = 0  # of the policy, when the iteration under way began
 
     def iterate(self, blocks: list[slice]):
         """Learns from the blocks of an iteration. They stay LEARNING until the last step of the last policy is
@@ -1601,7 +1603,8 @@ class Learner:
         rollouts = self.policy.rollouts
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots] & ~rollouts.inactive[:-1, slots]
-        lags = (self.policy.version - rollouts.versions[:, slots])[valid]
+        self.version = self.policy.version
+        lags = (self.version - rollouts.versions[:, slots])[valid]
         learning_rate = args.learning_rate
         if args.anneal_lr:
             learning_rate *= max(0.0, 1 - self.global_step / args.total_timesteps)
@@ -1633,7 +1636,7 @@ class Learner:
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
         """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
-        batch.lags = self.policy.version - batch.versions
+        batch.lags = self.version - batch.versions
         loss, metrics = appo_loss(self.args, self.agent, batch)
         self.optimizer.zero_grad()
         loss.backward()
@@ -1779,7 +1782,9 @@ AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, n
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
 AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0, num_policies=1)
 AT_LEAST |= dict(pbt_replace_fraction=0, pbt_mutation_rate=0, pbt_perturb_min=1)
-SHORT_LIFE = 1000  # requests; three actors of a worker in a row that die sooner end the run, or one before its first
+# Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
+# dies before its first
+SHORT_LIFE = 1000
 FIXED = (
     "env_id",
     "cfg_path",
@@ -1817,7 +1822,7 @@ def seed_generators(seed: int):
     """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
     actors."""
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
@@ -1895,7 +1900,7 @@ def running(inference: Inference, folder: Path):
         early_deaths[worker] += 1
         if asked >= SHORT_LIFE:
             early_deaths[worker] = 0
-        if not asked or not args.num_workers or early_deaths[worker] == 3:
+        if not (asked or inference.policies[0].version) or not args.num_workers or early_deaths[worker] == 3:
             raise UserError(f"actor {worker}: {text}")
         log(folder, f"actor {worker}: {text}; starting another")
         start(worker, pipe)

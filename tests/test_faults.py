@@ -439,6 +439,31 @@ def test_a_death_before_the_first_request_ends_the_run(main, tmp_path, failing):
     assert not list(tmp_path.rglob("*.pth"))
 
 
+FAILS_IN_STEP = """
+        if self.episode > 8 and not os.path.exists("failed"):
+            open("failed", "w")
+            open("fails", "w")
+            raise ValueError("in step")
+"""
+FAILS_IN_RESET = """
+        if seed is not None and os.path.exists("fails"):
+            os.remove("fails")
+            raise ValueError("in reset")
+"""
+
+
+def test_a_successor_that_fails_before_its_first_request_is_replaced(start, tmp_path_factory):
+    step, reset = "        self.count += 1\n", "        if seed is not None:\n"
+    assert COUNTING.count(step) == COUNTING.count(reset) == 1
+    envs = COUNTING.replace(step, step + FAILS_IN_STEP).replace(reset, FAILS_IN_RESET + reset)
+    r = start(script=with_envs(tmp_path_factory.mktemp("succeeds"), "appo_succeeds", envs))
+    r.wait_for(lambda: "ValueError: in reset; starting another" in r.text(), 60, "the second successor")
+    assert "ValueError: in step; starting another" in r.text()
+    goes_on(r)
+    os.kill(r.process.pid, signal.SIGINT)
+    assert r.wait(30) == 130
+
+
 # Python's own sleep lets other threads run; a library that holds the interpreter's lock lets nobody look
 HANGS = """
         if self.episode > 3 and not os.path.exists("python"):

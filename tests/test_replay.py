@@ -197,7 +197,8 @@ def test_a_replayed_rollout_has_the_targets_that_it_had_fresh(appo, monkeypatch)
     monkeypatch.setattr(appo, "vtrace", lambda *arguments: seen.append(vtrace(*arguments)) or vtrace(*arguments))
     learner.inference.publish = lambda version: None
     for version in (2, 3):
-        learner.inference.version, norms = version, []
+        learner.inference.version = learner.version = version
+        norms = []
         for replayed in (0, 1):
             times[0, slots] = replayed
             norms.append(learner.update(learner.gather(slots), last_epoch=False)["losses/grad_norm"] if replayed or version == 2 else 0)

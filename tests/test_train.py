@@ -201,6 +201,16 @@ def test_a_batch_without_a_usable_sample_changes_no_weight(appo):
     assert [inference.returned.recv() for _ in range(4)] == 4 * [blocks], "all have been given back"
 
 
+def test_an_iteration_of_many_steps_masks_none_of_its_own_samples(appo):
+    """Their age is that at its beginning."""
+    learner = learner_of(appo, max_policy_lag=3, num_epochs=5)
+    r = learner.inference.rollouts
+    r.logprobs[:], r.values[:], r.rewards[:] = -1.0, 0.0, 1.0
+    learner.inference.version, r.versions[:] = 2, 2
+    metrics = learner.iterate([slice(0, 4)])
+    assert learner.inference.version > 5 and metrics["lag/masked"] == 0 and metrics["losses/grad_norm"] > 0
+
+
 @pytest.mark.parametrize("norm, moves", [(1e-12, False), (0.0, True)])
 def test_the_gradient_is_clipped_unless_the_limit_is_0(train, tmp_path, norm, moves):
     """Adam makes a step of any gradient that is large beside its eps of 1e-6. Biases begin at 0."""
