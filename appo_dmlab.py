@@ -506,7 +506,7 @@ def spaces_of(args: Args) -> Spaces:
 def moments(x):
     """x [N, ...] -> N, and the mean and the variance over N [...]"""
     mean = x.mean(0)
-    return len(x), mean, (x - mean).square_().mean(0)  # x.var(0) takes four times as long
+    return len(x), mean, (x - mean).square_().mean(0)  # x.var(0) of images takes far longer
 
 
 class Normalizer(nn.Module):
@@ -1028,6 +1028,7 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     """Body of an actor. It sends the number of a split when its rows are written, and receives one when the actions
     are. A string says what went wrong. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
+        os.set_inheritable(pipe.fileno(), False)  # programs that environments start would hide its end
         os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
         # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
         for number in SIGNALS:
@@ -1039,7 +1040,8 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         torch.set_num_threads(1)
         seed_generators(seed)
-        gym.logger.min_level = gym.logger.ERROR  # the main process has shown its warnings
+        if worker:  # one of them shows its warnings
+            gym.logger.min_level = gym.logger.ERROR
         faulthandler.register(signal.SIGALRM, chain=True)  # the timer shows where it hangs, and ends it
     try:
         with contextlib.ExitStack() as stack:
@@ -1371,6 +1373,7 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
+AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, save_every_sec=0)
 AT_LEAST |= dict(seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0, num_maps=1)
 # Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
 # dies before its first
@@ -1679,7 +1682,8 @@ def train(args: Args, folder: Path) -> int:
         except KeyboardInterrupt:
             stopped = True
         finally:
-            if learner.global_step:  # else nothing was learned
+            # else nothing was learned, or the last step may have spoiled the weights
+            if learner.global_step and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, learner)
             reporter.close()
     log(folder, f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {reporter.score}")

@@ -111,7 +111,7 @@ class UserError(Exception):
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Cores that this process may use. (A container's quota is not looked at.)"""
     return len(os.sched_getaffinity(0))
 
 
@@ -343,7 +343,7 @@ def spaces_of(args: Args) -> Spaces:
 def moments(x):
     """x [N, ...] -> N, and the mean and the variance over N [...]"""
     mean = x.mean(0)
-    return len(x), mean, (x - mean).square_().mean(0)  # x.var(0) takes four times as long
+    return len(x), mean, (x - mean).square_().mean(0)  # x.var(0) of images takes far longer
 
 
 class Normalizer(nn.Module):
@@ -726,6 +726,7 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     """Body of an actor. It sends None when its rows are written, and receives None when their actions are. A string is
     a traceback. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
+        os.set_inheritable(pipe.fileno(), False)  # programs that environments start would hide its end
         os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
         # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
         for number in SIGNALS:
@@ -736,7 +737,8 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
             os.sched_setaffinity(0, {cores[worker % len(cores)]})  # Ant is a tenth faster
         torch.set_num_threads(1)
         seed_generators(seed)
-        gym.logger.min_level = gym.logger.ERROR  # the main process has shown its warnings
+        if worker:  # one of them shows its warnings
+            gym.logger.min_level = gym.logger.ERROR
     try:
         worker_envs = WorkerEnvs(args, worker, mailbox.numpy(), seed)
         with contextlib.closing(worker_envs.envs):
@@ -1025,6 +1027,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1)
 AT_LEAST |= dict(initial_stddev=1e-3, kl_loss_coef=0)
 AT_LEAST |= dict(seed=0, learning_rate=0, gamma=0, max_grad_norm=0)
+AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, save_every_sec=0)
 
 
 def check(args: Args):
@@ -1231,7 +1234,8 @@ def train(args: Args, folder: Path) -> int:
         except KeyboardInterrupt:
             stopped = True
         finally:
-            if learner.global_step:  # else nothing was learned
+            # else nothing was learned, or the last step may have spoiled the weights
+            if learner.global_step and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, learner)
             reporter.close()
     print(f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {reporter.score}")

@@ -58,7 +58,7 @@ class Odd(gym.Env):
         super().reset(seed=seed)
         self.end_program()
         if self.programs:
-            self.program = subprocess.Popen(["sleep", "1000"])
+            self.program = subprocess.Popen(["sleep", "1000"], close_fds=False)  # as os.system and C++ start one
             with open(Path(__file__).with_name("programs"), "a") as file:
                 print(self.program.pid, file=file)
         self.t = 0

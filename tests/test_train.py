@@ -379,13 +379,12 @@ def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch, capsys):
     assert train(total_timesteps=400) == 130 and checkpoints(tmp_path) == files
 
 
-@pytest.mark.parametrize("error", [RuntimeError, FloatingPointError])
 @pytest.mark.parametrize("base", [True, False])
-def test_an_error_of_ones_own_is_raised_as_it_is(appo, train, tmp_path, monkeypatch, error, base):
+def test_an_error_of_ones_own_is_raised_as_it_is(appo, train, tmp_path, monkeypatch, base):
     """Wherever it comes from; what was learned before is saved."""
     appo = appo_gym if base else appo
-    stop_after(appo, monkeypatch, 3, error)
-    with pytest.raises(error, match="now"):
+    stop_after(appo, monkeypatch, 3, RuntimeError)
+    with pytest.raises(RuntimeError, match="now"):
         train(appo)
     assert newest(tmp_path)["version"] == (3 * 8 if base else 3)
 
@@ -401,7 +400,7 @@ def test_of_two_reasons_to_end_the_first_is_told(appo):
 
 @pytest.mark.parametrize("base", [True, False])
 def test_an_update_that_is_not_finite_ends_the_run_with_a_sentence(appo, train, main, tmp_path, base):
-    """The weights before it are saved."""
+    """The checkpoint before it is kept: the step before may have spoiled the weights."""
     appo = appo_gym if base else appo
     assert train(appo) == 0
     before = newest(tmp_path)
@@ -409,8 +408,7 @@ def test_an_update_that_is_not_finite_ends_the_run_with_a_sentence(appo, train, 
     assert code == 2 and "Traceback" not in text, text
     assert re.search(r"\nerror: (the loss \(\S+\) or its gradient is not finite: check observations and rewards, or try a lower --learning-rate .*|"
                      r"an observation.* is not finite, or its square is not)\n\Z", text), text  # fmt: skip
-    after = newest(tmp_path)
-    assert after["version"] >= before["version"] and all(x.isfinite().all() for x in after["agent"].values())
+    assert newest(tmp_path)["version"] == before["version"]
 
 
 def test_a_truncated_checkpoint_is_passed_over(appo, train, tmp_path, capsys):
