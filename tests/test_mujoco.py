@@ -137,7 +137,7 @@ class Robot(gym.Env):
         return self.look(), {}
 
     def look(self):
-        return dict(observation=np.zeros(3), achieved_goal=np.zeros(1), desired_goal=self.goal)
+        return dict(observation=np.zeros(3), achieved_goal=np.zeros(1), desired_goal=self.goal.copy())
 
     def step(self, action):
         assert action in self.action_space
