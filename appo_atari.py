@@ -1016,7 +1016,7 @@ class Learner:
         self.agent = agent
         self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.global_step = 0  # valid transitions that came, too old ones too
+        self.global_step = 0  # valid transitions received, those that are too old included
         self.version = 0  # of the policy, when the iteration under way began
         self.best_return = -np.inf  # of best.pth
 

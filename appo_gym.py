@@ -994,8 +994,7 @@ class Learner:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1, vector_size=1)
-AT_LEAST |= dict(seed=0, learning_rate=0, gamma=0, max_grad_norm=0)
-AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, save_every_sec=0)
+AT_LEAST |= dict(seed=0, learning_rate=0, gamma=0, max_grad_norm=0, clip_coef=0, ppo_clip_value=0, save_every_sec=0)
 
 
 def check(args: Args):
