@@ -129,7 +129,7 @@ class Args:
     sticky_actions: float = 0.0  # probability that the game repeats its last action instead of taking the new one
     full_action_space: bool = False  # all 18 actions instead of the game's own
     reward_scale: float = 1.0  # rewards are multiplied by this
-    reward_clip: float = 1.0  # then clipped to +- this
+    reward_clip: float = 1.0  # then clipped to +- this; inf: not at all
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
     train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
@@ -1113,7 +1113,7 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, save_every_sec=0)
+AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, max_policy_lag=1, save_every_sec=0, reward_clip=1e-3)
 AT_LEAST |= dict(noop_max=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0)
 # Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
 # dies before its first
@@ -1127,6 +1127,8 @@ def check(args: Args):
         value = getattr(args, name)
         if not value >= least:  # NaN is not, either
             raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {least}")
+    if not 0 <= args.sticky_actions <= 1:
+        raise UserError(f"--sticky-actions {args.sticky_actions} is out of range: it is a probability")
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:  # of several lines

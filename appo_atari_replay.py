@@ -130,7 +130,7 @@ class Args:
     sticky_actions: float = 0.0  # probability that the game repeats its last action instead of taking the new one
     full_action_space: bool = False  # all 18 actions instead of the game's own
     reward_scale: float = 1.0  # rewards are multiplied by this
-    reward_clip: float = 1.0  # then clipped to +- this
+    reward_clip: float = 1.0  # then clipped to +- this; inf: not at all
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
     train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
@@ -705,8 +705,8 @@ def num_blocks(args: Args) -> int:
 
 
 def num_kept(args: Args) -> int:
-    """Blocks for old rollouts, beside those of `num_blocks`: at first they are empty. At an iteration's end its blocks
-    become KEPT, and as many of the oldest KEPT ones FREE."""
+    """Blocks for old rollouts, beside those of `num_blocks`: empty at first. At an iteration's end the blocks learned
+    from become KEPT, and as many of the oldest KEPT ones FREE."""
     return -(-args.replay_rollouts // rows_per_group(args)) if args.replay_share else 0
 
 
@@ -768,7 +768,8 @@ class Rollouts:
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
         self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
-        self.times_replayed = np.zeros((1, slots), np.int64)  # written by the learner; 0: fresh
+        # Written by the learner: how often it was replayed. In a batch 0 means fresh; a KEPT slot may have 0, too
+        self.times_replayed = np.zeros((1, slots), np.int64)
 
 
 # === Actor ============================================================================================================
@@ -1139,8 +1140,8 @@ class Learner:
         }
 
     def choose_replayed(self, newest: int):
-        """The KEPT slots that are replayed beside the fresh ones, of which `newest` is the last, and metrics. None
-        before a fifth of their room is filled, and as many as an iteration needs."""
+        """The KEPT slots that are replayed beside the fresh ones, of which `newest` is the last, and metrics. None are,
+        until a fifth of the room for KEPT ones is filled, and there are as many as an iteration needs."""
         start = time.perf_counter()
         args = self.args
         rollouts = self.inference.rollouts
@@ -1150,7 +1151,8 @@ class Learner:
             return kept[:0], {}
         left = max(0.0, 1 - self.global_step / args.total_timesteps)
         more = 0.0 if args.replay == "uniform" else (args.replay_candidates - 1) * left
-        chosen = kept[torch.randperm(len(kept))[: int(np.ceil(count * (1 + more)))].numpy()]
+        drawn = int(min(len(kept), np.ceil(count * (1 + more))))
+        chosen = kept[torch.randperm(len(kept))[:drawn].numpy()]
         about = {}
         if len(chosen) > count:
             parts = np.array_split(chosen, -(-len(chosen) * args.rollout // args.batch_size))  # as large as a batch
@@ -1168,9 +1170,10 @@ class Learner:
 
     @torch.inference_mode()
     def distances(self, slots: np.ndarray, newest: int) -> np.ndarray:
-        """float32 [slots], on the host: the 2-norm, in the last hidden layer, between their states as the network sees
-        them now and, elite: as it did when it acted; attentive: the last state in slot `newest`, the newest that the
-        learner has. Of every fourth state, where no recurrent core needs all: neighbours in time hardly differ."""
+        """float32 [slots], on the host: how far (2-norm, in the last hidden layer) a slot's states, as the network sees
+        them now, are from others. elite: from the same states, as it saw them when it acted; attentive: from the last
+        state of slot `newest`, as it saw it then: the newest that the learner has. Every fourth state counts, since
+        neighbours in time hardly differ, or all where a recurrent core needs them."""
         args = self.args
         rollouts = self.inference.rollouts
         times = slice(0, args.rollout, 1 if self.agent.state_size else 4)
@@ -1244,7 +1247,7 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, save_every_sec=0)
+AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, max_policy_lag=1, save_every_sec=0, reward_clip=1e-3)
 AT_LEAST |= dict(noop_max=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0, replay_share=0, replay_rollouts=1)
 AT_LEAST |= dict(replay_candidates=1, policy_cloning_coef=0)
 # Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
@@ -1259,6 +1262,8 @@ def check(args: Args):
         value = getattr(args, name)
         if not value >= least:  # NaN is not, either
             raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {least}")
+    if not 0 <= args.sticky_actions <= 1:
+        raise UserError(f"--sticky-actions {args.sticky_actions} is out of range: it is a probability")
     if not args.replay_share < 1:
         raise UserError(f"--replay-share {args.replay_share} is out of range: some samples must be fresh")
     count = replayed_per_iteration(args)

@@ -26,8 +26,7 @@ A deliberate edit of appo_doom.py. What differs:
   draws one of `num_maps`;
 - the network reads instructions; IMPALA's convolutions, ReLU; an LSTM by default;
 - PopArt: values, their loss and advantages in units of each task's own returns;
-- returns task by task, also in per cent of the way from random actions to people. The mean over the tasks chooses
-  best.pth (`scores`);
+- returns task by task, also in per cent of the way from random actions to people; what best.pth goes by (`scores`);
 - `actor_timeout` is for each environment, in a step, too, since each may have to compile a map;
 - at least one environment a task, and every level's engine is made once, not started, before the actors are; vectors
   are not seen; other defaults: an encoder of 256, no scale of rewards, ten times the steps;
@@ -143,7 +142,9 @@ class Args:
     dataset_path: str | None = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours.
     None: there is none"""
-    num_maps: int = 10_000  # of each level that is `generated` in TASKS, or not in it; all runs draw from the same maps
+    num_maps: int = 10_000
+    """of each level that generates them (those `generated` in TASKS, and all that are not there); all runs draw from
+    the same ones"""
     level_cache: str | None = None
     """folder of compiled maps, which any number of runs may share: none removes any. None: level_cache below train_dir.
     benchmark/fill_level_cache.py compiles some beforehand"""
@@ -171,8 +172,8 @@ class Args:
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to the i-th core of this process; turn it off for several runs at once"""
     actor_timeout: float = 120.0
-    """seconds for each environment that starts or is stepped (it may have to compile a map); an actor that takes longer
-    than all of them together may counts as hung, and another takes its place; 0: no limit"""
+    """seconds that each environment may take to start or to step (it may have to compile a map); an actor that takes
+    longer than this times the environments that it steps counts as hung, and another takes its place; 0: no limit"""
     sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
 
     # --- algorithm
@@ -365,7 +366,7 @@ def silence_engines():
 
 def engines_folder(args: Args) -> Path:
     """Where engines have folders of their own. `train` removes what an earlier session has left there; `running`, at
-    the end, what killed engines have."""
+    the end, what the engines of killed actors have."""
     return Path(args.train_dir, args.experiment or "", "engines").resolve()
 
 
@@ -1373,7 +1374,7 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, save_every_sec=0)
+AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, max_policy_lag=1, save_every_sec=0)
 AT_LEAST |= dict(seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0, num_maps=1)
 # Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
 # dies before its first
@@ -1441,9 +1442,9 @@ def kill(actor):
 
 
 def scores(args: Args, inference: Inference):
-    """Metrics, as soon as each task has finished an episode, else none; and what best.pth goes by: the mean return over
-    tasks, or for several tasks, all of them of DMLab-30, that of their human-normalised returns, each capped at 100, as
-    in IMPALA. -inf before each task has ten episodes, and its share of a hundred."""
+    """Metrics, none before each task has finished an episode; and what best.pth goes by, -inf before each task has ten
+    episodes and its share of a hundred: the mean return over tasks, but for several tasks that are all of DMLab-30 the
+    mean of their human-normalised returns, each capped at 100, as in IMPALA."""
     episodes = [list(of_task.copy()) for of_task in inference.episodes]
     if not all(episodes):
         return {}, -np.inf
@@ -1690,7 +1691,7 @@ def train(args: Args, folder: Path) -> int:
     if learner.global_step:
         log(
             folder,
-            f"play: python evaluate.py {folder}\n"
+            f"play: python evaluate.py {folder} --env-id {args.env_id}\n"
             f"curves: tensorboard --logdir {folder}\n"
             f"go on: the same command with --experiment {args.experiment}\n"
             "    (after its end with a larger --total-timesteps, too)",
@@ -1722,6 +1723,8 @@ def parse_args() -> tuple[Args, Path]:
         raise UserError(f"--experiment {args.experiment} is not a folder in {args.train_dir}")
     if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
         saved = saved_args(folder)
+        if "." in saved.env_id and args.env_id != saved.env_id:  # a run's folder never names code to be run
+            raise UserError(f"type --env-id {saved.env_id} again: it is a script")
         args = tyro.cli(Args, default=replace(saved, train_dir=args.train_dir, experiment=args.experiment))
         for name, before in vars(saved).items():
             now = getattr(args, name)

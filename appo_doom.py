@@ -135,7 +135,7 @@ class Args:
     cfg_path: str | None = None  # a ViZDoom scenario .cfg of your own, trained on instead of `env_id`
     frameskip: int = 4  # engine ticks (frames) per step of the agent
     reward_scale: float = 1.0  # rewards are multiplied by this (on top of the scenario's own scale)
-    reward_clip: float = 10.0  # then clipped to +- this
+    reward_clip: float = 10.0  # then clipped to +- this; inf: not at all
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 1_000_000  # stop after this many steps (frames / frameskip)
     train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
@@ -1279,7 +1279,7 @@ class Learner:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, save_every_sec=0)
+AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, max_policy_lag=1, save_every_sec=0, reward_clip=1e-3)
 AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0)
 # Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
 # dies before its first
@@ -1580,7 +1580,7 @@ def train(args: Args, folder: Path) -> int:
     if learner.global_step:
         log(
             folder,
-            f"play: python evaluate.py {folder}\n"
+            f"play: python evaluate.py {folder}{f' --cfg-path {args.cfg_path}' if args.cfg_path else ''}\n"
             f"curves: tensorboard --logdir {folder}\n"
             f"go on: the same command with --experiment {args.experiment}\n"
             "    (after its end with a larger --total-timesteps, too)",
@@ -1611,6 +1611,8 @@ def parse_args() -> tuple[Args, Path]:
         raise UserError(f"--experiment {args.experiment} is not a folder in {args.train_dir}")
     if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
         saved = saved_args(folder)
+        if saved.cfg_path and args.cfg_path != saved.cfg_path:  # a run's folder never names code to be run
+            raise UserError(f"type --cfg-path {saved.cfg_path} again: a scenario is a program")
         args = tyro.cli(Args, default=saved)
         for name, before in vars(saved).items():
             now = getattr(args, name)

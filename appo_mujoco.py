@@ -24,8 +24,9 @@ A deliberate edit of appo_gym.py. What differs:
   and clipped for the environment (`WorkerEnvs.step`);
 - where there is a worker for each core, each stays on its own (`run_actor`);
 - a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`);
-- a network with two towers of `hidden_size`, with a GRU across both, and other defaults in `Args`: the learning rate
-  falls, no reward for entropy, smaller gradients, half as many optimiser steps a sample, three times the steps.
+- a network with two towers of `hidden_size`, and a GRU across both if asked for;
+- other defaults in `Args`: 64 environments, the learning rate falls, no reward for entropy, smaller gradients, a wider
+  clip of the value, half as many optimiser steps a sample, three times the steps.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
@@ -214,7 +215,7 @@ class NamedArrays(gym.Wrapper):
             if not isinstance(space, NUMERIC_SPACES):
                 gym.logger.warn(f"{name} is left out of the observation: {space}")
                 continue
-            if space.dtype == np.uint8 and len(space.shape) > 1:
+            if len(space.shape) > 1 and np.prod(space.shape) >= 36**2:
                 raise UserError(f"{name} is an image, {space}: this network sees vectors")
             spaces[name] = Box(-np.inf, np.inf, as_array(name, space, part).shape)
         self.observation_space = Dict(spaces)
@@ -282,10 +283,10 @@ class MujocoEnvs(gym.vector.VectorEnv):
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
-    """The environments of one worker: EnvPool's, where it has the task, unless there are options for gymnasium.make (to
-    draw them, which EnvPool cannot, nor Gymnasium the tasks of dm_control). Edit this function to wrap them (a wrapper
-    of Gymnasium scales or clips rewards), or to train on something that neither knows. Raises UserError where there is
-    no such environment.
+    """The environments of one worker: EnvPool's, where it has the task. With options, which are for gymnasium.make,
+    they are Gymnasium's: EnvPool cannot draw. (Gymnasium has no tasks of dm_control: these cannot be drawn.) Edit this
+    function to wrap them (a wrapper of Gymnasium scales or clips rewards), or to train on something that neither knows.
+    Raises UserError where there is no such environment.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), take a Box of vectors, to which actions
     are clipped, and give a Dict of vectors: one vector more is one key more, and no other edit. Actors cannot start

@@ -148,7 +148,7 @@ class Args:
     match_wad: str | None = None  # file with the map of matches; None: ViZDoom's cig.wad
     frameskip: int = 4  # engine ticks (frames) per step of the agent; in PettingZoo 1
     reward_scale: float = 1.0  # rewards are multiplied by this (on top of the scenario's own scale)
-    reward_clip: float = 10.0  # then clipped to +- this
+    reward_clip: float = 10.0  # then clipped to +- this; inf: not at all
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 1_000_000  # stop after this many steps (frames / frameskip) of each policy, in the mean
     train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
@@ -295,19 +295,16 @@ GATHER = dict(
     shaping="gathering",
     settings=dict(living_reward=0.01, render_hud=False, render_weapon=False),
 )
+FIGHT = (*WALK, "MOVE_RIGHT", "MOVE_LEFT", *(f"SELECT_WEAPON{k}" for k in range(1, 8)), "ATTACK", "SPEED")
 MATCH = dict(
-    buttons=(
-        *("MOVE_FORWARD", "MOVE_BACKWARD", "MOVE_RIGHT", "MOVE_LEFT"),
-        *(f"SELECT_WEAPON{k}" for k in range(1, 8)),
-        *("ATTACK", "SPEED", "USE", "TURN_LEFT_RIGHT_DELTA"),
-    ),
+    buttons=(*FIGHT, "USE", "TURN_LEFT_RIGHT_DELTA"),
     heads=(3, 3, 8, 2, 2, 2, 21),
     time_limit=4 * 60 * 35,
     measurements=True,
     match=True,
     settings=dict(render_crosshair=True),
 )
-WITHOUT_USE = dict(buttons=tuple(name for name in MATCH["buttons"] if name != "USE"), heads=(3, 3, 8, 2, 2, 21))
+WITHOUT_USE = dict(buttons=(*FIGHT, "TURN_LEFT_RIGHT_DELTA"), heads=(3, 3, 8, 2, 2, 21))
 DEFEND = dict(buttons=(*TURN, "ATTACK"), heads=(3, 2), settings=dict(death_penalty=1.0, episode_start_time=10))
 SCENARIOS = {
     "basic": Scenario(
@@ -566,11 +563,12 @@ class DoomEnv(gym.Env):
             return 0.0
         weapon = int(now["SELECTED_WEAPON"])
         self.weapons.append(weapon)
-        if before["DEAD"] and not now["DEAD"]:  # a new life has other numbers
-            return 0.0
+        names = now
+        if not now["DEAD"] and (before["DEAD"] or now["DEATHCOUNT"] > before["DEATHCOUNT"]):
+            names = ("FRAGCOUNT", "DEATHCOUNT")  # a new life, perhaps begun within the step, has other numbers
         bonus = 0.0
-        for name, value in now.items():
-            change = min(value - before[name], MOST.get(name, np.inf))
+        for name in names:
+            change = min(now[name] - before[name], MOST.get(name, np.inf))
             bonus += abs(change) * self.shaping.get(f"{name}+" if change > 0 else f"{name}-", 0.0)
         if now["SELECTED_WEAPON_AMMO"] > 0 and self.weapons.count(weapon) == 5:
             bonus += self.shaping[f"SELECTED{min(weapon, 7)}"]  # Sample Factory always reads weapon 7 here
@@ -582,14 +580,14 @@ class DoomEnv(gym.Env):
         kills = self.now["USER2"]
         if not self.scenario.match:
             return dict(kills=kills)
-        frags = []
+        leads = []  # of each player, itself included
+        mine = self.now["FRAGCOUNT"]
         for k in range(int(self.now["PLAYER_COUNT"])):
             variable = getattr(vizdoom.GameVariable, f"PLAYER{k + 1}_FRAGCOUNT")
-            frags.append(self.game.get_game_variable(variable))
-        mine = frags.pop(int(self.now["PLAYER_NUMBER"]))
+            leads.append(self.game.get_game_variable(variable) - mine)
         deaths = self.now["DEATHCOUNT"] - self.deaths
-        place = 1 + sum(other > mine for other in frags)
-        win = float(mine > max(frags, default=-np.inf))
+        place = 1 + sum(lead > 0 for lead in leads)
+        win = float(sum(lead >= 0 for lead in leads) == 1)
         return dict(kills=kills, frags=mine, deaths=deaths, place=place, win=win)
 
     def render(self):
@@ -636,10 +634,9 @@ class DoomMatch:
         """Starts the engines of a match. They talk over a UDP port; we keep the TCP port of that number, so that no
         other match takes it. Joining engines get numbers of their own, from 32768 on."""
         self.port = socket.socket()
-        while self.port.getsockname()[1] == 0:
+        while not (port := self.port.getsockname()[1]):
             with contextlib.suppress(OSError):  # it is taken
                 self.port.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
-        port = self.port.getsockname()[1]
         n = len(self.players)
         self.pool = concurrent.futures.ThreadPoolExecutor(n)  # its threads stay: an engine ends with its starter's
         host = f"-host {n} -port {port} -deathmatch +viz_respawn_delay {self.scenario.respawn} {RULES}"
@@ -669,13 +666,13 @@ class DoomMatch:
         return dict(zip(self.agents, observations)), dict(zip(self.agents, infos))
 
     def step(self, actions):
-        playing = self.agents
-        results = zip(*self.together(DoomEnv.step, [actions[agent] for agent in playing]))
-        observations, rewards, terminated, truncated, infos = (dict(zip(playing, values)) for values in results)
-        over = terminated[playing[0]]  # for all of them, as is the time limit
-        if over or truncated[playing[0]]:
+        results = zip(*self.together(DoomEnv.step, [actions[agent] for agent in self.agents]))
+        observations, rewards, terminated, truncated, infos = (dict(zip(self.agents, values)) for values in results)
+        over = terminated["player_0"]  # for all of them, as is the time limit
+        terminated = dict.fromkeys(self.agents, over)
+        if over or truncated["player_0"]:
             self.agents = []
-        return observations, rewards, dict.fromkeys(playing, over), truncated, infos
+        return observations, rewards, terminated, truncated, infos
 
     def render(self):
         """The engines' screens side by side, uint8 [120, 160 x players, 3]."""
@@ -693,11 +690,12 @@ def by_name(observation) -> dict:
 
 
 def smaller(part):
-    """Of a picture [height, width, channels] every k-th row and column, at most 128; numbers as a float32 vector."""
+    """Of a picture [height, width, channels] every k-th row and every l-th column, at most 128 of each; numbers as a
+    float32 vector."""
     part = np.asarray(part)
     if part.dtype == np.uint8 and part.ndim == 3:
-        k = math.ceil(max(part.shape[:2]) / 128)
-        return part[::k, ::k]
+        rows, columns = (math.ceil(n / 128) for n in part.shape[:2])
+        return part[::rows, ::columns]
     return part.astype(np.float32).flatten()
 
 
@@ -755,12 +753,10 @@ class Games(gym.vector.VectorEnv):
                 observations, *results, infos = game.step(chosen)
             self.over[g] = not game.agents
             for agent, i in rows.items():
-                if agent not in observations:
-                    truncated[i] = True
-                    continue
-                for name, part in by_name(observations[agent]).items():
-                    self.observation[name][i] = smaller(part)
                 rewards[i], terminated[i], truncated[i] = (result.get(agent, 0) for result in results)
+                truncated[i] |= agent not in observations
+                for name, part in by_name(observations.get(agent, {})).items():
+                    self.observation[name][i] = smaller(part)
                 own = dict(raw_reward=rewards[i]) | infos.get(agent, {})
                 for name, values in info.items():
                     values[i] = own.get(name, 0)
@@ -782,7 +778,7 @@ def make_game(args: Args, **options):
     with Discrete or MultiDiscrete actions. Observations are pictures, uint8 [height, width, channels] of at least
     36 x 36, and numbers: one alone, or several in a Dict. In an agent's info there may be `raw_reward`, of which scores
     are sums; `inactive`, where its next action does nothing; and `OWN_SUMS`. `reset` gets options["shaping"]: of each
-    agent the coefficients, none where the scenario has none."""
+    agent the coefficients, none where the scenario has none. `agents` is empty when a game is over."""
     if is_doom(args):
         return DoomMatch(args, **options)
     try:
@@ -1192,9 +1188,9 @@ class Mailbox:
         # written by `Population.give`, read by the actor when an episode begins
         self.shaping = torch.zeros(rows, coefficients, dtype=torch.float64)  # of its policy, see `shaping_of`
 
-    def numpy(self) -> SimpleNamespace:
+    def numpy(self, rows=slice(None)) -> SimpleNamespace:
         """The same memory, now shared, as NumPy arrays, whose indexing is much cheaper than torch's."""
-        return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy(), vars(self)))
+        return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy()[rows], vars(self)))
 
 
 class Rollouts:
@@ -1234,7 +1230,7 @@ def seat_rows(args: Args, session: int) -> np.ndarray:
     rng = np.random.default_rng((args.seed, session))
     shifts = rng.permuted(np.resize(np.arange(P), (args.seats, games // P)), axis=1)
     shifts[0] = 0
-    policies = (np.arange(P)[:, None] + shifts.T[:, None, :]).ravel() % P  # of each agent, game by game
+    policies = (np.arange(P)[:, None] + shifts.T[:, None]).ravel() % P  # of each agent, game by game
     rows = policies.argsort(kind="stable").argsort()  # those of policy 0 come first
     return rows.reshape(-1, args.worker_num_splits, rows_per_group(args) * P)
 
@@ -1252,18 +1248,16 @@ class WorkerEnvs:
         self.mailbox = mailbox
         self.rows = rows
         self.seed = seed
-        self.coefficients = list(shaping_of(args))
         self.envs = make_envs(args, len(rows) // args.seats, self.shaping)
         self.sums = np.zeros((len(rows), len(EPISODE)))  # of the episodes under way
 
     def shaping(self, i):
-        return dict(zip(self.coefficients, self.mailbox.shaping[self.rows[i]].tolist()))
+        return dict(zip(shaping_of(self.args), self.mailbox.shaping[self.rows[i]].tolist()))
 
     def reset(self):
         observation, info = self.envs.reset(seed=self.seed)
-        self.over = info.get("absent", np.zeros(len(self.rows), bool))  # the next step only resets
-        inactive = info.get("inactive", False)
-        self.write(observation, reward=0.0, terminated=False, first=True, inactive=inactive, episode=0.0)
+        self.over = info["absent"]  # the next step only resets
+        self.write(observation, reward=0.0, terminated=False, first=True, inactive=info["inactive"], episode=0.0)
 
     def step(self):
         action = self.mailbox.action[self.rows].copy()  # the environment may keep it
@@ -1278,7 +1272,7 @@ class WorkerEnvs:
         self.sums[first] = 0  # what only resets does not count
         episode = self.sums * self.over[:, None]
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
-        flags = dict(terminated=terminated, first=first, inactive=info.get("inactive", False))
+        flags = dict(terminated=terminated, first=first, inactive=info["inactive"])
         self.write(observation, reward=reward, episode=episode, **flags)
 
     def write(self, observation, **flags):
@@ -1392,7 +1386,7 @@ class Policy:
         self.learned = [*agent.parameters(), *agent.buffers()]  # the learner updates them in place
         self.version = 0  # of the agent
         self.lock = threading.Lock()  # of the agent
-        slots = slice_of(args, num_blocks(args)).start
+        slots = num_blocks(args) * rows_per_group(args)
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, self.device)
         self.state = torch.zeros(num_rows(args), agent.state_size, device=self.device)
         self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE; `Learner.become` adds a donor's
@@ -1465,8 +1459,7 @@ class Inference:
         self.policies = []
         for agent in agents:
             first = len(self.policies) * num_rows(args)
-            rows = slice(first, first + num_rows(args))
-            part = SimpleNamespace(**of_each(lambda field: field[rows], vars(self.shared_mailbox.numpy())))
+            part = self.shared_mailbox.numpy(slice(first, first + num_rows(args)))
             self.policies.append(Policy(args, spaces, agent, part, self.filling, self.t))
         self.full = queue.SimpleQueue()  # blocks to the learners
         self.end = None  # what ends the run: an error, or KeyboardInterrupt
@@ -1590,7 +1583,6 @@ class Learner:
     def __init__(self, args: Args, number: int, agent: Agent, policy: Policy):
         self.args = copy.copy(args)  # its own numbers
         self.number = number
-        self.genes = {name: getattr(args, name) for name in TUNED} | shaping_of(args)
         self.agent = agent
         self.policy = policy
         self.device = policy.device
@@ -1682,11 +1674,11 @@ class Population:
         self.rng = random.Random(args.seed)
         self.exchanged = 0  # the step of the last exchange
         self.best_return = -np.inf  # of best.pth
-        self.defaults = learners[0].genes
+        self.defaults = {name: getattr(args, name) for name in TUNED} | shaping_of(args)
+        settings = settings_of(args)
         for learner in learners:
-            self.give(learner, self.mutated(self.defaults) if args.with_pbt and learner.number else self.defaults)
-        for policy, settings in settings_of(args).items():
-            self.give(learners[policy], learners[policy].genes | settings)
+            genes = self.mutated(self.defaults) if args.with_pbt and learner.number else self.defaults
+            self.give(learner, genes | settings.get(learner.number, {}))
 
     def give(self, learner: Learner, genes: dict[str, float]):
         learner.genes = genes
@@ -1725,10 +1717,10 @@ class Population:
         objectives = {}
         for learner in learners:
             objectives[learner] = float(np.mean(learner.policy.episodes.copy(), axis=0)[column])
-        order = sorted(learners, key=objectives.get, reverse=True)
-        k = min(math.ceil(args.pbt_replace_fraction * len(order)), len(order) // 2)
-        best = order[:k]
-        worst = order[len(order) - k :]
+        order = sorted(learners, key=objectives.get)  # the worst first
+        k = math.ceil(min(args.pbt_replace_fraction * len(order), len(order) // 2))
+        worst = order[:k]
+        best = order[::-1][:k]
         lines = []
         for learner in learners:
             mine = objectives[learner]
@@ -1782,9 +1774,9 @@ def settings_of(args: Args) -> dict[int, dict[str, float]]:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
 AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, save_every_sec=0)
+AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, max_policy_lag=1, save_every_sec=0, reward_clip=1e-3)
 AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0, num_policies=1)
-AT_LEAST |= dict(pbt_replace_fraction=0, pbt_mutation_rate=0, pbt_perturb_min=1)
+AT_LEAST |= dict(pbt_replace_fraction=0, pbt_mutation_rate=0, pbt_perturb_min=1, pbt_perturb_max=1)
 # Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
 # dies before its first
 SHORT_LIFE = 1000
@@ -1983,10 +1975,8 @@ def load_checkpoint(folder: Path, population: Population):
         learner.optimizer.load_state_dict(saved["optimizer"])
         learner.policy.publish(saved["version"])
         learner.global_step = saved["global_step"]
-        genes = {}
-        for name, default in population.defaults.items():  # a flag that was typed anew is for all policies
-            genes[name] = saved["genes"][name] if content["defaults"][name] == default else default
-        population.give(learner, genes)
+        typed = population.defaults.items() - content["defaults"].items()  # anew: such a flag is for all policies
+        population.give(learner, saved["genes"] | dict(typed))
     population.exchanged = content["exchanged"]
     population.best_return = content["best_return"]
 
@@ -2020,24 +2010,20 @@ class Reporter:
         self.metrics = []  # of each policy's last iteration
         self.score = "no episode has ended"
         self.first = self.last = self.now()
-        self.write_genes()
 
     def now(self):
         steps = {learner: learner.global_step for learner in self.learners}
         return Counter(self.inference.counts | steps, seconds=time.monotonic())
 
-    def write_genes(self):
-        for learner, writer in zip(self.learners, self.writers):
-            for name, value in learner.genes.items():
-                writer.add_scalar(f"pbt/{name}", value, learner.global_step)
-
     def update(self, metrics, lines):
         """Called after every iteration, with its metrics and what an exchange did. Reports every `SECONDS`."""
+        if lines or not self.metrics:  # at first, and when an exchange may have changed them
+            for learner, writer in zip(self.learners, self.writers):
+                for name, value in learner.genes.items():
+                    writer.add_scalar(f"pbt/{name}", value, learner.global_step)
         self.metrics = metrics
         for line in lines:
             log(self.folder, f"step {mean_step(self.learners):,}: {line}")
-        if lines:
-            self.write_genes()
         self.bar.update(min(mean_step(self.learners), self.bar.total) - self.bar.n)
         if time.monotonic() - self.last["seconds"] >= self.SECONDS:
             self.report()
@@ -2118,10 +2104,10 @@ def train(args: Args, folder: Path) -> int:
     population = Population(args, learners)
     folder.mkdir(parents=True, exist_ok=True)
     load_checkpoint(folder, population)
-    if mean_step(learners) >= args.total_timesteps:
+    step = mean_step(learners)
+    if step >= args.total_timesteps:
         print("it is finished: raise --total-timesteps")
         return 0
-    step = mean_step(learners)
     place = f"resuming {folder} at step {step:,}" if step else f"a new run in {folder}"
     games = f"{args.num_workers} workers of {args.num_envs_per_worker} games, agents in each: {args.seats}"
     log(folder, f"{args.env_id}: {args.num_policies} policies, {games}\n{place}")
@@ -2156,9 +2142,10 @@ def train(args: Args, folder: Path) -> int:
             reporter.close()
     log(folder, f"{'stopped' if stopped else 'done'}: {mean_step(learners):,} steps, {reporter.score}")
     if mean_step(learners):
+        game = f"--cfg-path {args.cfg_path}" if args.cfg_path else f"--env-id {args.env_id}"
         log(
             folder,
-            f"play: python evaluate.py {folder} --env-id {args.env_id}\n"
+            f"play: python evaluate.py {folder} {game}\n"
             f"curves: tensorboard --logdir {folder}\n"
             f"go on: the same command with --experiment {args.experiment}\n"
             "    (after its end with a larger --total-timesteps, too)",
@@ -2189,6 +2176,10 @@ def parse_args() -> tuple[Args, Path]:
         raise UserError(f"--experiment {args.experiment} is not a folder in {args.train_dir}")
     if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
         saved = saved_args(folder)
+        if saved.cfg_path and args.cfg_path != saved.cfg_path:  # a run's folder never names code to be run
+            raise UserError(f"type --cfg-path {saved.cfg_path} again: a scenario is a program")
+        if not is_doom(saved) and args.env_id != saved.env_id:
+            raise UserError(f"type --env-id {saved.env_id} again: it is a module")
         args = tyro.cli(Args, default=saved)
         for name, before in vars(saved).items():
             now = getattr(args, name)

@@ -17,6 +17,7 @@ import multiprocessing.connection
 import os
 import platform
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -85,6 +86,8 @@ def variant(options: Options):
     per_worker = options.num_envs_per_worker
     of_all = dict(num_envs=workers * per_worker) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=per_worker)
     of_all |= dict(num_policies=1) if options.family == "pbt_doom" else {}
+    if hasattr(appo.Args, "set_workers_cpu_affinity"):
+        of_all |= dict(set_workers_cpu_affinity=options.set_workers_cpu_affinity)
     args = appo.Args(env_id=env_id, device="cpu", num_workers=workers, **of_all)
     try:
         appo.spaces_of(args)  # is there such an environment? starts no game
@@ -191,6 +194,8 @@ def ceiling(options: Options, appo, args, count: int) -> dict:
         for process in processes:
             process.kill()  # its engines end with it
             process.join()
+        if options.family == "dmlab":
+            shutil.rmtree(importlib.import_module("appo_dmlab").engines_folder(args), ignore_errors=True)
     return dict(workers=args.num_workers, envs_per_worker=count,
                 frames_per_second=round(statistics.median(found)), windows=[round(rate) for rate in found],
                 reset_seconds=round(float(reset.max()), 2), start_seconds=round(started, 2))  # fmt: skip

@@ -79,7 +79,7 @@ def find_file(folder: Path, file: Path | None) -> Path:
         raise UserError(f"there is no run in {folder}: it has no cfg.json{hint}")
     name = Path(json.loads(cfg.read_text()).get("file", "")).name
     for path in [file] if file else [Path(__file__).parent / name, Path(name)]:
-        if path.is_file():
+        if path.is_file() and (file or folder.resolve() not in path.resolve().parents):  # a run's folder is data
             print(f"by {path.resolve()}")
             return path.resolve()
     raise UserError(f"{file or name} is not there, which trained the run; say where it is with --file PATH")
@@ -94,11 +94,13 @@ def load(path: Path):
     return module
 
 
-def check_module_named(saved, typed: bool) -> None:
-    """Raises UserError where only a saved cfg.json names a module, which would be imported. typed: the id was given."""
-    module = ":" in saved.env_id or "." in saved.env_id and hasattr(saved, "num_policies")
-    if module and not getattr(saved, "cfg_path", None) and not typed:
-        raise UserError(f"say --env-id {saved.env_id} (in load_agent env_id): it imports a module")
+def check_code_named(saved, typed) -> None:
+    """Raises UserError where only a saved cfg.json names code that would be run: a module, DeepMind Lab's script of a level, a
+    scenario. typed: names of the flags that were given."""
+    scenario = getattr(saved, "cfg_path", None)
+    name = "cfg_path" if scenario else "env_id"
+    if (scenario or ":" in saved.env_id or "." in saved.env_id) and name not in typed:
+        raise UserError(f"say --{name.replace('_', '-')} {scenario or saved.env_id} (in load_agent {name}): it names code, which is run")
 
 
 def load_agent(
@@ -110,7 +112,7 @@ def load_agent(
     folder = Path(folder)
     module = load(find_file(folder, file and Path(file)))
     saved = args_of(module, folder)
-    check_module_named(saved, "env_id" in changes)
+    check_code_named(saved, changes)
     return module, *agent_of(module, folder, kind, policy, **asdict(saved) | dict(device=device) | changes)
 
 
@@ -337,8 +339,10 @@ def main() -> int:
                             "--save-video needs none")  # fmt: skip
         module = load(find_file(options.folder, options.file))
         saved = args_of(module, options.folder)
-        check_module_named(saved, any(flag.replace("_", "-").startswith("--env-id") for flag in flags))
+        check_code_named(saved, {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags})
         args = tyro.cli(module.Args, args=flags, default=saved)
+        if args.device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(f"--device {args.device}: PyTorch sees no GPU here; --device cpu plays without")
         for name in (f.name for f in fields(args) if getattr(args, f.name) != getattr(saved, f.name)):
             print(f"override: {name} {getattr(saved, name)} -> {getattr(args, name)}")
         several, tasks = hasattr(module, "Population"), hasattr(module, "tasks_of")

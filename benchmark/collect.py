@@ -51,6 +51,8 @@ def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tu
     the last session."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    if len([*folder.glob("policy_*")]) > 1:
+        raise ValueError(f"{folder} has several policies: each of its folders policy_* can be read alone")
     points, args = [], []
     for file in sorted(folder.rglob("events.out.tfevents*")):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()

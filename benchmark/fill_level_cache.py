@@ -90,7 +90,7 @@ def fill(args: appo.Args, work: list[tuple[int, int]]) -> int:
 def main() -> int:
     options = tyro.cli(Options)
     try:
-        if options.maps < 1 or options.num_workers == 0:
+        if options.maps < 1 or options.num_workers is not None and options.num_workers < 1:
             raise appo.UserError("--maps and --num-workers must be at least 1")
         workers = options.num_workers or appo.num_cores()
         args = appo.Args(env_id=options.env_id, device="cpu", num_workers=workers, train_dir=options.train_dir, level_cache=options.level_cache,

@@ -10,8 +10,8 @@ Where nothing can be installed from the network, a folder of wheels of what Pyth
 In this order, until the time is up; what is left then is named:
 
 * `benchmark` (ViZDoom) and Breakout with two splits, beside the dummy sampler on the same cores: frames/s and the share of the ceiling;
-* the other variants, so that all have trained (DeepMind Lab with the engine where Python finds it, else with the tests' stand-in,
-  whose speed says nothing);
+* two policies, DeepMind Lab (with the engine where Python finds it, else with the tests' stand-in, whose speed says nothing) and elite
+  replay;
 * one batch of inference and one iteration of the learner under PyTorch's profiler: launches, copies, waits, time of the GPU;
 * float32 instead of bfloat16, and one split instead of two.
 

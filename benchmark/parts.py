@@ -108,13 +108,12 @@ def build(appo, env_id: str, device: str, **flags):
             field.random_(0, 255)
         elif field.is_floating_point():
             field.normal_()
-    for name in ("actions", "gaussians", "logits", "features"):  # of which some files do not have all
+    for name in ("actions", "gaussians", "logits"):  # of which some files do not have all
         if (field := getattr(r, name, None)) is not None and field.is_floating_point():
             field.normal_()
     r.logprobs.fill_(-1.4)
     r.rewards[:] = 0
-    if hasattr(r, "values"):
-        r.values.fill_(0.0)
+    r.values.fill_(0.0)
     return learner
 
 
@@ -130,7 +129,7 @@ def acting(inference, groups: list[int] | None = None):
     def act() -> None:
         for group in groups:
             slots = slice(group * n, group * n + n)
-            inference.t[group], inference.filling[group] = 1, slots if isinstance(inference.filling, dict) else np.r_[slots]
+            inference.t[group], inference.filling[group] = 1, slots
         inference.act(groups)
 
     return act
@@ -142,11 +141,10 @@ def learning(appo, learner, samples: int) -> dict:
     batch = learner.gather(slots)
     ones = torch.ones_like(batch.rewards)
     values = torch.zeros(len(ones) + 1, ones.shape[1], device=ones.device)
-    last_epoch = [True] * (learner.update.__code__.co_argcount - 2)  # an argument where values have units of their own
     return {
         f"gather {samples}": (samples, lambda: learner.gather(slots)),
-        f"learn {samples}": (samples, lambda: learner.update(batch, *last_epoch)),
-        f"vtrace {samples}": (samples, lambda: appo.vtrace(ones, values, ones, ones, getattr(batch, "mask", ones), 1.0, 1.0, 0.95)),
+        f"learn {samples}": (samples, lambda: learner.update(batch, last_epoch=True)),
+        f"vtrace {samples}": (samples, lambda: appo.vtrace(ones, values, ones, ones, ones, 1.0, 1.0, 0.95)),
     }
 
 
@@ -412,7 +410,7 @@ def in_a_run(options: Options, appo, env_id: str, sync: bool) -> dict[str, float
 
     handler, own = signal.getsignal(signal.SIGINT), (appo.Inference.act, appo.Learner.iterate)
     watched(appo.Inference, "act", "act", lambda inference, groups: len(groups) * rows_of_group(inference))
-    watched(appo.Learner, "iterate", "iteration", lambda learner, taken: len(np.r_[*taken]) * learner.args.rollout)  # slots or blocks
+    watched(appo.Learner, "iterate", "iteration", lambda learner, taken: len(np.r_[*taken]) * learner.args.rollout)
     with tempfile.TemporaryDirectory() as folder:
         args = appo.Args(env_id=env_id, num_workers=2, device=options.device, sync=sync, total_timesteps=10**9, **flags)
         appo.train(args, Path(folder) / "run")

@@ -291,7 +291,7 @@ def population(out: Path, title: str, file: str | Path) -> None:
     """The objective and the first eight numbers that changed. A ring is a policy that was replaced, in the colour of the one whose weights
     it got."""
     rows = read_csv(file)
-    others = ("step", "policy", "kind", "weights_of", "objective")
+    others = ("step", "policy", "weights_of", "objective")
     names = ["objective", *[name for name in rows[0] if name not in others and len({row[name] for row in rows}) > 1][:8]]
     figure, axes = plt.subplots(-(-len(names) // 3), 3, figsize=(9, 2.4 * -(-len(names) // 3)), squeeze=False, layout="constrained")
     for axis in axes.flat[len(names) :]:

@@ -156,7 +156,8 @@ ranks() {  # two ranks under torchrun beside one process with two workers: 15 mi
         file="$out/files/appo_$family"
         if [ "$round" = 1 ]; then
             run cp appo_$family.py "$file.py"
-            run python carry.py --add appo_doom_multigpu.py "$file.py"
+            run python carry.py --add appo_doom_multigpu.py "$file.py" || [ $? = 1 ]   # a conflict, in Atari's docstring:
+            run sed -i '/^|||||||/,/^>>>>>>>/d; /^<<<<<<< /d' "${file}_multigpu.py"   # its own text stays
         fi
         new ${family}_one
         run python "$file.py" --env-id $env_id "${same[@]}" --num-workers 2 --batch-size 1024 --train-dir "$out" \

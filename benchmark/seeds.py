@@ -242,7 +242,7 @@ def train(command: list[str], options: Options, out: Path) -> int:
                         raise ValueError(f"exit code {code}")
                     run.add_curve(out)
                     print(f"{time.strftime('%H:%M')} {run.name} is done", flush=True)
-                except (OSError, ValueError) as error:
+                except (OSError, ValueError, LookupError) as error:
                     failed += 1
                     last = run.output.read_text().splitlines()[-8:] if run.output.exists() else []
                     print(f"failed: {run.name} ({error}); the end of {run.output}:", *last, sep="\n    ", file=sys.stderr, flush=True)
@@ -274,7 +274,7 @@ def table(curves: dict[str, dict[int, np.ndarray]], goals: list[float]) -> str:
             line.append(f"{f'{median / 1000:,.0f}k' if median < np.inf else '-'} ({reached} of {len(seeds)})")
         for points in seeds.values():
             step, value = points[:, 1], points[:, 2]
-            means.append(np.trapezoid(value, step) / (step[-1] - step[0]))
+            means.append(np.trapezoid(value, step) / (step[-1] - step[0]) if len(step) > 1 else value[0])
             lasts.append(value[step >= 0.9 * step[-1]].mean())
         lines.append([*line, interval(means), interval(lasts)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

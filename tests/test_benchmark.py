@@ -65,7 +65,7 @@ def check(*command: str) -> None:
     elif program in ("python", sys.executable):
         words = words[2:] if words[0] == "-W" else words
         program, words = words[0], words[1:]
-    elif program in ("mkdir", "cp", "tar", "git"):
+    elif program in ("mkdir", "cp", "sed", "tar", "git"):
         return
     file = Path(program)
     if file.stem.startswith("appo_"):  # or a copy of one in another folder, perhaps with what multigpu adds
@@ -152,6 +152,16 @@ def test_flags_reach_every_training():
         with pytest.raises(Wrong):
             for command in printed(script, name, "--rolout", "64"):
                 check(*command)
+
+
+def test_ranks_are_added_to_copies_that_are_python(tmp_path):
+    """A conflict, in Atari's docstring, is resolved."""
+    made = [command for command in printed("rates.sh", "ranks") if "/nowhere/out/files" in " ".join(command) and "--env-id" not in command]
+    for command in made:
+        command = [word.replace("/nowhere/out", str(tmp_path)) for word in command]
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0 or "carry.py" in command
+    files = [tmp_path / "files" / f"appo_{family}_multigpu.py" for family in ("doom", "atari")]
+    assert len(made) > 6 and all("join_ranks" in [node.name for node in ast.parse(file.read_text()).body if hasattr(node, "name")] for file in files)
 
 
 @pytest.mark.parametrize("command", [
@@ -295,6 +305,14 @@ def test_a_curve_of_the_base_counts_from_the_start_of_its_actors(tmp_path):
     (tmp_path / "cfg.json").write_text(json.dumps(dict(file="appo_gym.py", args=dict(device="cpu", batch_size=256))))
     assert collect.read(tmp_path) == [(5, 500, 1), (10, 1000, 2), (15, 1500, 3)]
     assert collect.used_args(tmp_path) == dict(device="cpu", batch_size=256, precision="float32")
+
+
+def test_a_population_has_no_single_curve(tmp_path):
+    for policy in range(2):
+        with SummaryWriter(str(tmp_path / f"policy_{policy:02}")) as writer:
+            writer.add_scalar("charts/SPS", 100, 500, walltime=1000)
+    with pytest.raises(ValueError, match="several policies"):
+        collect.read_events(tmp_path, "charts/SPS")
 
 
 def test_rates(pretended, monkeypatch):

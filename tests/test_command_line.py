@@ -131,6 +131,10 @@ BAD = {
     "appo_doom --env-id battel": "unknown --env-id battel; there are basic, .*, battle, ",
     "appo_doom --num-envs-per-worker 5 --worker-num-splits 2": "--num-envs-per-worker 5 is not divisible by --worker-num-splits 2",
     "appo_doom --cfg-path nowhere.cfg": "--cfg-path nowhere.cfg: ",
+    "appo_atari --max-policy-lag 0": "--max-policy-lag 0 is out of range: at least 1",
+    "appo_doom --reward-clip 0": "--reward-clip 0.0 is out of range: at least 0.001",
+    "appo_atari --sticky-actions 25": "--sticky-actions 25.0 is out of range: it is a probability",
+    "appo_atari_replay --sticky-actions -1": "--sticky-actions -1.0 is out of range: it is a probability",
     "appo_doom --num-envs-per-worker 10000000": r"/dev/shm has [\d,]+ MiB free, [\d,]+ are needed: use fewer environments",
 } | {f"{name} {flag}": sentence for name in NAMES for flag, sentence in {
     "--device cuda:7": "--device cuda:7: .*CUDA",
@@ -281,6 +285,28 @@ def test_the_same_command_resumes(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "cfg.json").write_text(json.dumps(dict(file=appo_doom.__file__, args=asdict(args))))
     assert args.cfg_path == str(tmp_path / "own.cfg") and appo_doom.parse_args() == (args, folder)
+
+
+CODE = {  # what a file runs that a cfg.json may name
+    "appo_doom --cfg-path /own.cfg": "a scenario is a program", "appo_doom_multigpu --cfg-path /own.cfg": "a scenario is a program",
+    "appo_pbt_doom --cfg-path /own.cfg": "a scenario is a program", "appo_pbt_doom --env-id own.game": "it is a module",
+    "appo_dmlab --env-id folder/own.lua": "it is a script", "appo_mujoco --env-id own_module:Own-v0": "it imports a module",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CODE)
+def test_code_is_typed_again_at_a_resume(case, tmp_path, monkeypatch, capsys):
+    name, flag, value = case.split()
+    appo = importlib.import_module(name)
+    folder = tmp_path / "train_dir" / "e"
+    folder.mkdir(parents=True)
+    args = asdict(appo.Args(device="cpu")) | {flag[2:].replace("-", "_"): value}
+    (folder / "cfg.json").write_text(json.dumps(dict(file=appo.__file__, args=args)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "--experiment", "e"])
+    assert appo.main() == 2 and capsys.readouterr().err == f"error: type {flag} {value} again: {CODE[case]}\n"
+    monkeypatch.setattr(sys, "argv", [name, "--experiment", "e", flag, value])
+    assert getattr(appo.parse_args()[0], flag[2:].replace("-", "_")) == value
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -66,6 +66,7 @@ def test_the_ceiling_of_the_other_families(family, env_id, tmp_path, monkeypatch
     dummy_sampler.main()
     (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert found["workers"] == 2 and len(found["windows"]) == 2 and min(found["windows"]) > 100
+    assert not [*tmp_path.rglob("dmlab.tmp")]  # a folder of each engine
     assert f"2 workers x 2 {env_id}: {found['frames_per_second']:,} frames/s" in capfd.readouterr().out and not multiprocessing.active_children()
 
 
@@ -75,6 +76,12 @@ def test_the_pipeline_alone(sampler, tmp_path):
     (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert found["rows_per_second"] > 300 and 2 <= found["rows_per_batch"] <= 4
     assert found["microseconds_per_group"] == pytest.approx(2e6 / found["rows_per_second"], rel=0.05)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_pipeline_alone_is_pinned_or_not(pinned):
+    options = dummy_sampler.Options(family="doom", null=True, set_workers_cpu_affinity=pinned)
+    assert dummy_sampler.variant(options)[1].set_workers_cpu_affinity == pinned
 
 
 def test_processes_end_with_the_main_one(sampler):

@@ -139,7 +139,9 @@ def test_a_scenario_of_ones_own_is_trained_on_and_played(main, play, tmp_path, m
                       "--num-envs-per-worker", 2, "--hidden-size", 16, "--device", "cpu", "--total-timesteps", 40)  # fmt: skip
     assert code == 0, text
     monkeypatch.chdir(elsewhere)
-    code, text = play(tmp_path / "e", "--episodes", 2)
+    assert f"play: python evaluate.py {tmp_path}/e --cfg-path {here}/own.cfg\n" in text
+    assert play(tmp_path / "e") == (2, f"error: say --cfg-path {here}/own.cfg (in load_agent cfg_path): it names code, which is run\n")
+    code, text = play(tmp_path / "e", "--episodes", 2, "--cfg-path", here / "own.cfg")
     assert code == 0 and re.search(r"2 episodes, sampled actions, step \d+:\nreturn -80.00 \+- 0.00 ", text), text
 
 
@@ -159,8 +161,19 @@ def test_which_file_plays(play, tmp_path, monkeypatch):
         assert code == 0 and text.startswith("1 episodes, ")
         (path / script.name).unlink()
     answer = "is not there, which trained the run; say where it is with --file PATH"
+    (folder / script.name).write_text("raise SystemExit('it was imported')")
+    monkeypatch.chdir(folder)  # a run's folder is data, even where the user is
+    assert play(folder) == (2, f"error: appo_moved.py {answer}\n")
+    monkeypatch.chdir(here)
     assert play(folder) == (2, f"error: appo_moved.py {answer}\n")
     assert play(folder, "--file", "nowhere.py") == (2, f"error: nowhere.py {answer}\n")
+
+
+def test_a_run_of_a_gpu_where_there_is_none(play, tmp_path):
+    folder = untrained(tmp_path / "e", ROOT / "appo_gym.py")
+    cfg = folder / "cfg.json"
+    cfg.write_text(cfg.read_text().replace('"cpu"', '"cuda"'))
+    assert play(folder) == (2, "error: --device cuda: PyTorch sees no GPU here; --device cpu plays without\n")
 
 
 @pytest.fixture
@@ -186,7 +199,7 @@ def test_a_runs_folder_names_no_code_to_be_run(play, own_env, tmp_path, monkeypa
     folder, marker = own_env
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_module", raising=False)
-    sentence = "say --env-id own_module:Own-v0 (in load_agent env_id): it imports a module"
+    sentence = "say --env-id own_module:Own-v0 (in load_agent env_id): it names code, which is run"
     assert play(folder, "--episodes", 2, by=ROOT / "appo_gym.py") == (2, f"error: {sentence}\n")
     with pytest.raises(evaluate.UserError) as error:
         evaluate.load_agent(folder)

@@ -168,7 +168,9 @@ def test_a_robot_of_ones_own_needs_no_edit(run, tmp_path):
     (Dict(a=Box(-1, 1, (3,)), said=Text(4)), Box(np.array([-1, 0]), np.array([5, 9.0]), dtype=np.float64), ["obs/a"], ""),
     (Box(-1, 1, (3,), np.float32), Discrete(2), [], "unsupported spaces.*for choices: appo_gym.py"),
     (Box(-1, 1, (3,), np.float32), Box(0, 9, (2,), np.int64), [], "unsupported spaces"),
+    (Box(0, 255, (8, 8), np.uint8), Box(-2, 2, (2,)), ["obs"], ""),
     (Box(0, 255, (64, 64, 3), np.uint8), Box(-2, 2, (2,)), [], "obs is an image, Box.*: this network sees vectors"),
+    (Box(0, 1, (96, 96, 3), np.float32), Box(-2, 2, (2,)), [], "obs is an image, Box.*: this network sees vectors"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*is left out")
 def test_spaces_of_a_task_of_ones_own(observation, action, names, refused_by, monkeypatch):

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import math
 import os
 import queue
 import re
@@ -236,6 +237,44 @@ def test_an_agent_that_is_absent_at_the_very_first_reset_makes_no_sample(tmp_pat
     assert mailbox.first.tolist() == [False, False]
 
 
+def test_the_last_reward_of_an_agent_that_leaves_without_an_observation():
+    class Game:
+        possible_agents = ["a"]
+
+        def observation_space(self, agent):
+            return appo.gym.spaces.Box(0, 9, (1,))
+
+        def action_space(self, agent):
+            return appo.gym.spaces.Discrete(2)
+
+        def reset(self, seed=None, options=None):
+            self.agents = ["a"]
+            return dict(a=np.ones(1)), {}
+
+        def step(self, actions):
+            self.agents = []
+            return {}, dict(a=-5.0), dict(a=True), dict(a=False), {}
+
+    games = appo.Games([Game()])
+    games.reset()
+    _, reward, terminated, _, info = games.step(np.zeros((1, 1), int))
+    assert (reward.tolist(), terminated.tolist(), info["raw_reward"].tolist()) == ([-5], [True], [-5])
+    _, _, terminated, truncated, _ = games.step(np.zeros((1, 1), int))
+    assert not terminated.any() and not truncated.any(), "it begins anew"
+
+
+@pytest.mark.parametrize("before, now, paid", [
+    (dict(HEALTH=10), dict(HEALTH=100, DEATHCOUNT=1), -0.75), (dict(DEAD=1), dict(HEALTH=100, FRAGCOUNT=1), 1.0),
+    (dict(HEALTH=10), dict(HEALTH=20), 0.05), (dict(HEALTH=10), dict(HEALTH=0, DEAD=1, DEATHCOUNT=1), -0.78),
+    (dict(DEAD=1), dict(HEALTH=100, DEATHCOUNT=1), -0.75),
+])  # fmt: skip
+def test_a_life_that_begins_within_a_step_pays_no_health(before, now, paid):
+    """A death costs the same, whether the player is seen dead or has returned in the same step."""
+    player = SimpleNamespace(scenario=appo.SCENARIOS["deathmatch_bots"], shaping=appo.SHAPING["bots"], weapons=deque(maxlen=5))
+    nothing = dict.fromkeys(appo.VARIABLES, 0.0)
+    assert appo.DoomEnv.bonus(player, nothing | before, nothing | now) == pytest.approx(paid)
+
+
 def test_inactive_steps_are_in_no_loss_and_do_not_cut_the_trace():
     args = appo.Args(hidden_size=32, precision="float32", device="cpu")
     torch.manual_seed(0)
@@ -322,8 +361,9 @@ def test_the_worst_are_replaced_by_the_best(population_of, objectives, replaced)
         assert row == [learner.genes[name] for name in appo.shaping_of(learner.args)]
 
 
-def test_nobody_is_among_the_best_and_the_worst(population_of):
-    population = population_of([3.0, 2.0, 1.0], pbt_mutation_rate=1.0, pbt_replace_fraction=0.5)
+@pytest.mark.parametrize("fraction", [0.5, 1.0, math.inf])
+def test_nobody_is_among_the_best_and_the_worst(population_of, fraction):
+    population = population_of([3.0, 2.0, 1.0], pbt_mutation_rate=1.0, pbt_replace_fraction=fraction)
     assert kinds(population.exchange()) == [(0, "kept"), (1, "mutated"), (2, "replaced")]
 
 
@@ -552,7 +592,8 @@ def test_a_duel(duel):
 
 def test_pictures_are_made_smaller_and_numbers_are_a_vector():
     image = np.arange(280 * 480 * 3, dtype=np.uint32).astype(np.uint8).reshape(280, 480, 3)
-    assert np.array_equal(appo.smaller(image), image[::4, ::4]) and appo.smaller(image[:128, :128]).shape == (128, 128, 3)
+    assert np.array_equal(appo.smaller(image), image[::3, ::4]) and appo.smaller(image[:36]).shape == (36, 120, 3)
+    assert appo.smaller(image[:128, :128]).shape == (128, 128, 3)
     assert appo.smaller(np.ones((7, 7, 3))).shape == (147,) and appo.smaller(np.int64(3)).tolist() == [3.0]
 
 
@@ -879,6 +920,7 @@ def appo_loss(*arguments):
     ('--policy-settings {"1":{"vf_coef":-1}}', 'is not like {"1": {"vf_coef": 0.2}}'),
     ('--policy-settings {"1":{"vf_coef":NaN}}', 'is not like {"1": {"vf_coef": 0.2}}'),
     ("--pbt-perturb-min 0", "--pbt-perturb-min 0.0 is out of range: at least 1"),
+    ("--pbt-perturb-max -1", "--pbt-perturb-max -1.0 is out of range: at least 1"),
     ("--policy-settings 1:gamma=0.9", 'is not like {"1": {"vf_coef": 0.2}}'),
     ("--num-policies 0", "--num-policies 0 is out of range: at least 1"),
     ("--env-id dule", "unknown --env-id dule; there are basic, "),

@@ -116,6 +116,14 @@ def test_what_is_drawn(appo, replay, strategy):
         assert len(kept) == min(4 * (i + 1), 48) and not taken[free].any()
 
 
+def test_all_that_are_kept_may_be_candidates(appo):
+    learner = make_learner(appo, replay="elite", replay_candidates=math.inf, total_timesteps=1000, replay_rollouts=48)
+    learner.keep([slice(0, 4)]), learner.keep([slice(4, 8)]), learner.keep([slice(8, 12)])
+    asked = []
+    learner.distances = lambda slots, newest: asked.extend(slots) or slots.astype(float)
+    assert learner.choose_replayed(12)[0].tolist() == [0, 1, 2, 3] and sorted(asked) == list(range(12))
+
+
 def test_uniform_is_uniform(appo):
     learner = make_learner(appo, replay_rollouts=20)
     learner.num_filled = 3  # blocks, of four slots

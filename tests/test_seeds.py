@@ -116,6 +116,12 @@ echo "sf $1 $2" >> order
     assert seeds.train([], options, options.out) == 0 and len(Path("order").read_text().splitlines()) == 4
 
 
+def test_a_run_without_a_curve_does_not_end_the_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = seeds.Options(seeds=[1], settings=[], peers=["x: true", "y: touch y"], folder=tmp_path / "runs", out=tmp_path / "out.csv")
+    assert seeds.train([], options, options.out) == 2 and Path("y").exists()
+
+
 def test_shares_of_a_machine(monkeypatch):
     cores = list(range(7))
     shares = [seeds.part(cores, share, 3) for share in range(3)]
@@ -150,8 +156,9 @@ def test_the_table():
         return np.array([(0.0, step, value) for step, value in points])
 
     text = seeds.table({"": {1: curve((0, 0), (100_000, 10)), 2: curve((0, 0), (50_000, 0), (100_000, 4))},
-                        "x": {1: curve((0, 2), (100_000, 2))}}, [4])  # fmt: skip
+                        "x": {1: curve((0, 2), (100_000, 2))}, "short": {1: curve((900, 6))}}, [4])  # fmt: skip
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     assert rows[2][:3] == ["default", "2", "100k (2 of 2)"] and rows[3][:3] == ["`x`", "1", "- (0 of 1)"]
     assert rows[2][3].startswith("3.00 (1.00 to 5.00)"), "means over steps of 5 and of 1"
     assert rows[2][4].startswith("7.00 (4.00 to 10.00)") and rows[3][3] == "2.00"
+    assert rows[4][3:] == ["6.00", "6.00"], "one report"
