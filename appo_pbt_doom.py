@@ -1256,8 +1256,9 @@ class WorkerEnvs:
 
     def reset(self):
         observation, info = self.envs.reset(seed=self.seed)
-        self.over = info["absent"]  # the next step only resets
-        self.write(observation, reward=0.0, terminated=False, first=True, inactive=info["inactive"], episode=0.0)
+        self.over = info.get("absent", np.zeros(len(self.rows), bool))  # the next step only resets
+        inactive = info.get("inactive", False)
+        self.write(observation, reward=0.0, terminated=False, first=True, inactive=inactive, episode=0.0)
 
     def step(self):
         action = self.mailbox.action[self.rows].copy()  # the environment may keep it
@@ -1272,7 +1273,7 @@ class WorkerEnvs:
         self.sums[first] = 0  # what only resets does not count
         episode = self.sums * self.over[:, None]
         reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
-        flags = dict(terminated=terminated, first=first, inactive=info["inactive"])
+        flags = dict(terminated=terminated, first=first, inactive=info.get("inactive", False))
         self.write(observation, reward=reward, episode=episode, **flags)
 
     def write(self, observation, **flags):

