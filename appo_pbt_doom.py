@@ -690,8 +690,8 @@ def by_name(observation) -> dict:
 
 
 def smaller(part):
-    """Of a picture [height, width, channels] every k-th row and every l-th column, at most 128 of each; numbers as a
-    float32 vector."""
+    """Of a picture [height, width, channels] evenly spaced rows and columns, at most 128 of each; numbers as a float32
+    vector."""
     part = np.asarray(part)
     if part.dtype == np.uint8 and part.ndim == 3:
         rows, columns = (math.ceil(n / 128) for n in part.shape[:2])
@@ -1718,10 +1718,10 @@ class Population:
         objectives = {}
         for learner in learners:
             objectives[learner] = float(np.mean(learner.policy.episodes.copy(), axis=0)[column])
-        order = sorted(learners, key=objectives.get)  # the worst first
+        order = sorted(learners, key=objectives.get, reverse=True)
         k = math.ceil(min(args.pbt_replace_fraction * len(order), len(order) // 2))
-        worst = order[:k]
-        best = order[::-1][:k]
+        best = order[:k]
+        worst = order[len(order) - k :]
         lines = []
         for learner in learners:
             mine = objectives[learner]

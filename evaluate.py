@@ -339,7 +339,7 @@ def main() -> int:
                             "--save-video needs none")  # fmt: skip
         module = load(find_file(options.folder, options.file))
         saved = args_of(module, options.folder)
-        check_code_named(saved, {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags})
+        check_code_named(saved, {flag[2:].split("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")})
         args = tyro.cli(module.Args, args=flags, default=saved)
         if args.device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError(f"--device {args.device}: PyTorch sees no GPU here; --device cpu plays without")
