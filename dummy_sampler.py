@@ -302,10 +302,12 @@ def machine() -> dict[str, str | int]:
         except OSError:  # no git
             return ""
 
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    # the name of a virtual processor says little
+    cpu = dict(re.findall(r"(model name|cpu family|model)\s*: (.*)", Path("/proc/cpuinfo").read_text()))
     packages = {name: importlib.import_module(name).__version__ for name in ("torch", "numpy", "gymnasium")}
     dirty = "-dirty" if git("status", "--porcelain", "--", ".", ":!benchmark/results") else ""
-    return dict(cpu=cpu[1] if cpu else platform.processor(), cores=len(os.sched_getaffinity(0)),
+    return dict(cpu="{model name}, family {cpu family}, model {model}".format_map(cpu) if len(cpu) == 3 else platform.processor(),
+                cores=len(os.sched_getaffinity(0)),
                 isa=torch.backends.cpu.get_cpu_capability(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
                 python=platform.python_version(), **packages,

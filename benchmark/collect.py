@@ -9,16 +9,19 @@
 A folder's name is the name of the run: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves.
 
 Seconds of a curve count from a run's first line of log to each report, so they include the start of the games; those of appo_gym.py, which
-has no log, from the start of its actors, CleanRL's from its first episode. Rates leave out the first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its
-reward scale; on its battle, where they are shaped, the kills in its TensorBoard stand for them.
+has no log, from the start of its actors, CleanRL's from its first episode. Rates leave out the first 20 s after a run's first report.
+Returns are raw: those that Sample Factory logs are divided by its reward scale; on its battle, where they are shaped, the kills in its
+TensorBoard stand for them.
 """
 
 import contextlib
 import csv
 import datetime
 import json
+import os
 import re
 import statistics
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -27,6 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dummy_sampler import machine  # noqa: E402
 
+PEERS = ("sample-factory", "stable_baselines3", "pufferlib", "torch", "numpy", "gymnasium", "gym", "vizdoom", "envpool", "ale-py", "mujoco")
 SF_SCALE = {"doom_basic": 0.01}  # of the return that Sample Factory logs
 
 
@@ -36,6 +40,19 @@ def machine_and_engines() -> dict[str, str | int]:
     for name in ("vizdoom", "envpool", "deepmind_lab"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
+    return found
+
+
+def peers() -> dict[str, dict[str, str]]:
+    """What is installed for each peer whose variable is set, as rates.sh and learning.sh know them."""
+    found = {}
+    for variable in (name for name in ("SF_PYTHON", "CLEANRL_PYTHON", "SB3_PYTHON", "PUFFERLIB_PYTHON") if name in os.environ):
+        code = "import importlib.metadata as m; print(*[f'{x.name}={x.version}' for x in m.distributions()])"
+        versions = dict(word.split("=") for word in subprocess.check_output([os.environ[variable], "-c", code], text=True).split())
+        found[variable] = {name: version for name, version in sorted(versions.items()) if name in PEERS}
+    if "CLEANRL" in os.environ:
+        commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=os.environ["CLEANRL"], capture_output=True, text=True)
+        found["CLEANRL"] = dict(commit=commit.stdout.strip())
     return found
 
 
@@ -185,7 +202,7 @@ def write_rates(out: Path, runs: dict[str, dict], unit: str) -> None:
         ours = f"{name.split('_')[0]}_ours"
         if name != ours and ours in medians:
             ratios[name] = round(medians[ours] / value, 2)
-    out.write_text(json.dumps(dict(machine=machine_and_engines(), medians=medians, ratios=ratios, runs=runs), indent=2) + "\n")
+    out.write_text(json.dumps(dict(machine=machine_and_engines(), peers=peers(), medians=medians, ratios=ratios, runs=runs), indent=2) + "\n")
     print(json.dumps(dict(medians=medians, ratios=ratios)))
 
 

@@ -3,7 +3,8 @@
     python benchmark/compare.py --out FILE.json "old: python ../old/appo_doom.py --env-id battle" "new: python appo_doom.py --env-id battle"
 
 Each round runs each command once, each round in another order. A rate is by TensorBoard's clock, from a run's third report on, summed over the
-policies of a population. Ratios are to the first command. A file without --train-for-seconds is ended by SIGINT, with START_UP more seconds
+policies of a population. Ratios are of
+medians, to the first command. A file without --train-for-seconds is ended by SIGINT, with START_UP more seconds
 from when it was started. Nothing else may run on the machine.
 """
 
@@ -76,12 +77,12 @@ def main() -> None:
         for name in names[i % len(names) :] + names[: i % len(names)]:
             rates[name].append(round(rate(commands[name], options.seconds)))
             print(i + 1, name, rates[name][-1], flush=True)
-    ratios = {name: [round(a / b, 3) for a, b in zip(found, rates[names[0]])] for name, found in rates.items()}
-    medians = {name: statistics.median(found) for name, found in ratios.items()}
-    result = dict(machine=machine(), commands=commands, seconds=options.seconds, frames_per_second=rates, ratios=ratios, median_ratio=medians)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    ratios = {name: round(median / medians[names[0]], 3) for name, median in medians.items()}
+    result = dict(machine=machine(), commands=commands, seconds=options.seconds, frames_per_second=rates, medians=medians, ratios=ratios)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(medians))
+    print(json.dumps(ratios))
 
 
 if __name__ == "__main__":

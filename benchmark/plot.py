@@ -270,18 +270,20 @@ def combinations(folder: Path) -> None:
 
 
 def bars(out: Path, rows: list[tuple]) -> None:
-    """Of rates: a bar for each system in the rows of `rates_table`, a tick for each round."""
-    systems = {}
-    for label, peer, file, one, other in rows:
-        systems |= {f"{label}: ours": rates(file)[one], f"{label}: {peer}": rates(file)[other]}
+    """Of rates: a bar for each system in the rows of `rates_table`, all of one file, a tick for each round."""
+    systems, machine = {}, json.loads((RESULTS / rows[0][2]).read_text())["machine"]
+    for label, peer, file, one, other in rows:  # a label: "Doom", or "Doom, ours in bfloat16"
+        systems[label if "ours" in label else f"{label}: ours"] = rates(file)[one]
+        systems[f"{label.split(',')[0]}: {peer}"] = rates(file)[other]
     figure, axis = plt.subplots(figsize=(9, 0.38 * len(systems) + 0.8), layout="constrained")
     for i, (name, rounds) in enumerate(reversed(systems.items())):
-        ours = name.endswith("ours")
+        ours = "ours" in name
         axis.barh(i, statistics.median(rounds), color=LINES[0 if ours else 1][0], hatch=None if ours else "//", edgecolor="white")
         axis.plot(rounds, [i] * len(rounds), "k|", markersize=12)
         axis.text(max(rounds) * 1.02, i, f"{statistics.median(rounds):,.0f}", va="center")
     axis.set_yticks(range(len(systems)), list(systems)[::-1])
     axis.set_xlabel("frames per second while learning (bars: medians, ticks: runs)")
+    axis.set_title(f"{machine['cpu']}, {machine['cores']} cores, no GPU; float32 where nothing else is said", fontsize=9)
     axis.set_xlim(right=1.15 * max(map(max, systems.values())))
     figure.savefig(out, dpi=130)
     plt.close(figure)

@@ -18,6 +18,11 @@ ours() {  # NAME SECONDS FILE flags
     new "$1"
     run python "$3" --train-dir "$out" --experiment "$1_$round" --train-for-seconds "$2" --total-timesteps 1000000000 "${@:4}" "${flags[@]}"
 }
+ours_in_both() {  # the same in float32 and, where the processor has it, in bfloat16
+    ours "$@" --precision float32
+    grep -q avx512_bf16 /proc/cpuinfo || return 0
+    ours "$1-bfloat16" "${@:2}" --precision bfloat16
+}
 ours_for() {  # NAME STEPS FILE flags: of a file that knows no seconds
     new "$1"
     run python "$3" --train-dir "$out" --experiment "$1_$round" --total-timesteps "$2" "${@:4}" "${flags[@]}"
@@ -50,29 +55,22 @@ compare() {  # NAME SECONDS "name: command"...; compare.py has rounds of its own
 
 # ---- names: each runs one round, and says what collect.py makes of all of them
 
-# `benchmark`, GRU-512, inputs normalised, 32 games, rollout 32, batch 1024, one epoch, all in float32. Sample Factory has two splits,
-# normalises returns and uses GAE. Needs SF_PYTHON. Expected: 1.7 to 1.9 x.
-doom() {  # ViZDoom beside Sample Factory: 7 minutes
-    ours doom_ours 55 appo_doom.py --env-id benchmark --device cpu --precision "${precision:-float32}" --num-workers 2 \
-        --num-envs-per-worker 16 --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type gru
+# `benchmark`, GRU-512, inputs normalised, 32 games, rollout 32, batch 1024, one epoch. Sample Factory computes in float32, has two splits,
+# normalises returns and uses GAE. Needs SF_PYTHON. Expected: 1.7 to 1.9 x in float32, 2.9 x in bfloat16.
+doom() {  # ViZDoom beside Sample Factory: 7 minutes, 10 with bfloat16
+    ours_in_both doom_ours 55 appo_doom.py --env-id benchmark --device cpu --num-workers 2 --num-envs-per-worker 16 \
+        --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type gru
     sample_factory doom_sf 75 doom_benchmark
     collected=(rates peers_doom)
 }
 
-# Ours computes in bfloat16, Sample Factory cannot. Needs SF_PYTHON, and a processor with AVX512-BF16. Expected: 2.9 x.
-doom_bfloat16() {  # the same with ours in bfloat16: 7 minutes
-    precision=bfloat16 doom
-    collected=(rates peers_bfloat16)
-}
-
-# Breakout, Nature CNN, no recurrence, all in float32. Ours and Sample Factory: 64 games, rollout 32, batch 1024, one epoch; ours normalises
-# its inputs, as is its default, Sample Factory's example does not; ours has the newer EnvPool. CleanRL at its defaults (8 games, 128 steps,
-# minibatches of 256, four epochs) and with one epoch; Stable-Baselines3's PPO with the same settings as CleanRL. Needs SF_PYTHON, CLEANRL,
-# CLEANRL_PYTHON, SB3_PYTHON. Expected: 1.65 to 1.75 x Sample Factory, more of the others.
-atari() {  # Breakout beside Sample Factory, CleanRL and Stable-Baselines3: 24 minutes
-    ours atari_ours 55 appo_atari.py --env-id Breakout-v5 --device cpu --precision float32 --num-workers 2 \
-        --num-envs-per-worker 32 --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type none \
-        --encoder nature
+# Breakout, Nature CNN, no recurrence; the peers in float32. Ours and Sample Factory: 64 games, rollout 32, batch 1024, one epoch; ours
+# normalises its inputs, as is its default, Sample Factory's example does not; ours has the newer EnvPool. CleanRL at its defaults (8 games,
+# 128 steps, minibatches of 256, four epochs) and with one epoch; Stable-Baselines3's PPO with the same settings as CleanRL. Needs
+# SF_PYTHON, CLEANRL, CLEANRL_PYTHON, SB3_PYTHON. Expected: 1.65 to 1.75 x Sample Factory, more of the others.
+atari() {  # Breakout beside Sample Factory, CleanRL and Stable-Baselines3: 24 minutes, 27 with bfloat16
+    ours_in_both atari_ours 55 appo_atari.py --env-id Breakout-v5 --device cpu --num-workers 2 --num-envs-per-worker 32 \
+        --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type none --encoder nature
     sample_factory atari_sf 65 atari_breakout
     cleanrl atari_cleanrl ppo_atari_envpool.py Breakout-v5 16384
     cleanrl atari_cleanrl-1-epoch ppo_atari_envpool.py Breakout-v5 24576 --update-epochs 1
@@ -81,7 +79,7 @@ atari() {  # Breakout beside Sample Factory, CleanRL and Stable-Baselines3: 24 m
     collected=(rates peers_atari)
 }
 
-peers() {  # doom and atari, the table and the picture of both: 31 minutes
+peers() {  # doom and atari, the table and the picture of both: 31 minutes, 37 with bfloat16
     doom
     atari
     collected=(rates peers)
@@ -132,11 +130,10 @@ pufferlib() {  # Breakout beside PufferLib's trainer: 9 minutes
 
 # `benchmark` (GRU-512) and Breakout (Nature CNN), inputs normalised, rollout 32, batch 1024, one epoch, with more and more games a worker,
 # and a worker for each core; beside each the same games with random actions. Expected on 2 cores: training at 13 to 40 % of the games
-# alone, as the network takes the rest. Two rounds were published. WORKERS=16 for fewer workers than cores, GAMES="8 16 32 64", BATCH= for
-# the files' own batch.
-throughput() {  # training and the games alone, with 4 to 32 games a worker: 30 minutes
+# alone, as the network takes the rest. WORKERS=16 for fewer workers than cores, GAMES="8 16 32 64", BATCH= for the files' own batch.
+throughput() {  # training and the games alone, with 4 to 32 games a worker: 22 minutes
     local games family env_id workers=${WORKERS:-$(env -u OMP_NUM_THREADS nproc)} batch=${BATCH-1024}
-    for games in ${GAMES:-4 8 16 32}; do
+    for games in ${GAMES:-4 16 32}; do
         for family in doom atari; do
             [ $family = doom ] && env_id=benchmark || env_id=Breakout-v5
             alone "$family-${games}_bare" --family $family --env-id $env_id --num-workers "$workers" --num-envs-per-worker "$games"
@@ -169,7 +166,7 @@ ranks() {  # two ranks under torchrun beside one process with two workers: 15 mi
     collected=(rates ranks)
 }
 
-# `benchmark`; frames/s of all policies together. Expected: ties. Five rounds were published.
+# `benchmark`; frames/s of all policies together. Expected: ties.
 policies() {  # one policy and two of appo_pbt_doom.py beside appo_doom.py: 8 minutes
     local same="--env-id benchmark --num-workers 2 --num-envs-per-worker 16 --device cpu ${flags[*]}"
     compare policies 40 "base: python appo_doom.py $same" "1 of pbt: python appo_pbt_doom.py --num-policies 1 $same" \

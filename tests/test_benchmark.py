@@ -318,6 +318,7 @@ def test_a_population_has_no_single_curve(tmp_path):
 def test_rates(pretended, monkeypatch):
     monkeypatch.setenv("ROUNDS", "2")
     monkeypatch.setenv("GAMES", "4")
+    monkeypatch.setenv("SF_PYTHON", sys.executable)
     command = [BENCHMARK / "rates.sh", "throughput", pretended / "out", "--seed", "7"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     order = re.findall(r"--experiment (\S+)", done.stdout)
@@ -325,6 +326,7 @@ def test_rates(pretended, monkeypatch):
     found = json.loads((pretended / "results" / "throughput.json").read_text())
     assert found["medians"] == {"doom-4_bare": 4000, "doom-4_ours": 400, "atari-4_bare": 4000, "atari-4_ours": 400}
     assert found["ratios"]["atari-4_bare"] == 0.1 and found["runs"]["doom-4_ours_2"]["precision"] == "float32"
+    assert found["peers"]["SF_PYTHON"]["numpy"] == np.__version__
     assert subprocess.run(command, capture_output=True).returncode == 1, "the folder is there"
 
 
