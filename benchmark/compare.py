@@ -2,10 +2,9 @@
 
     python benchmark/compare.py --out FILE.json "old: python ../old/appo_doom.py --env-id battle" "new: python appo_doom.py --env-id battle"
 
-Each round runs each command once, each round in another order. A rate is by TensorBoard's clock, from a run's third report on, summed over the
-policies of a population. Ratios are of
-medians, to the first command. A file without --train-for-seconds is ended by SIGINT, with START_UP more seconds
-from when it was started. Nothing else may run on the machine.
+Each round runs each command once, each round in another order. A rate is by TensorBoard's clock, from a run's third report on, summed
+over the policies of a population. Ratios are of medians, to the first command. A file without --train-for-seconds is ended by SIGINT, with
+START_UP more seconds from when it was started. Nothing else may run on the machine.
 """
 
 import json
