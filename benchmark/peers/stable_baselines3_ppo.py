@@ -14,6 +14,7 @@ Installation into `python -m venv .venv-sb3`, for Atari, MuJoCo, and what ZOO ha
 """
 
 import argparse
+import contextlib
 import json
 import time
 
@@ -22,6 +23,11 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack, VecNormalize
+
+with contextlib.suppress(ImportError):  # here, so that worker processes, which import this file, know its games too
+    import ale_py
+
+    gym.register_envs(ale_py)
 
 MINIGRID = dict(normalize=True, n_envs=8, steps=1e5, n_steps=128, batch_size=64, gae_lambda=0.95, n_epochs=10, learning_rate=2.5e-4)
 # rl-baselines3-zoo's settings (hyperparams/ppo.yml of 00128b5; LunarLander-v2's, DoorKey-5x5's for both of MiniGrid), and its one process
@@ -63,9 +69,6 @@ def environments(env_id: str, seed: int, settings: dict):
         envs = make_vec_env(lambda: make(env_id), n_envs=settings.pop("n_envs"), seed=seed)
         return VecNormalize(envs, gamma=settings.get("gamma", 0.99)) if settings.pop("normalize", False) else envs
     if "NoFrameskip" in env_id:
-        import ale_py
-
-        gym.register_envs(ale_py)
         return VecFrameStack(make_atari_env(env_id, n_envs=8, seed=seed, vec_env_cls=SubprocVecEnv), n_stack=4)
     return VecNormalize(make_vec_env(env_id, n_envs=8, seed=seed, vec_env_cls=SubprocVecEnv))
 
