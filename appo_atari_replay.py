@@ -1178,11 +1178,12 @@ class Learner:
         rollouts = self.inference.rollouts
         times = slice(0, args.rollout, 1 if self.agent.state_size else 4)
         d_slots = torch.from_numpy(slots).to(self.device)
-        obs = {name: field[times].index_select(1, d_slots) for name, field in rollouts.obs.items()}
+        # In this order: of a field with gaps in time, index_select would first copy all slots
+        obs = {name: field.index_select(1, d_slots)[times] for name, field in rollouts.obs.items()}
         first = torch.from_numpy(rollouts.first[times, slots]).to(self.device)
         now, _ = self.agent.hidden(obs, first, rollouts.rnn_state[0, d_slots])
         features = self.inference.features
-        then = features[-1, newest] if args.replay == "attentive" else features[times].index_select(1, d_slots)
+        then = features[-1, newest] if args.replay == "attentive" else features.index_select(1, d_slots)[times]
         return (now - then).square().sum((0, 2)).sqrt().cpu().numpy()
 
     def keep(self, blocks: list[slice]):

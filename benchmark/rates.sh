@@ -56,7 +56,7 @@ compare() {  # NAME SECONDS "name: command"...; compare.py has rounds of its own
 # ---- names: each runs one round, and says what collect.py makes of all of them
 
 # `benchmark`, GRU-512, inputs normalised, 32 games, rollout 32, batch 1024, one epoch. Sample Factory computes in float32, has two splits,
-# normalises returns and uses GAE. Needs SF_PYTHON. Expected: 1.7 to 1.9 x in float32, 2.9 x in bfloat16.
+# normalises returns and uses GAE. Needs SF_PYTHON. Expected: 1.7 to 1.9 x in float32, 2.2 to 2.9 x in bfloat16.
 doom() {  # ViZDoom beside Sample Factory: 7 minutes, 10 with bfloat16
     ours_in_both doom_ours 55 appo_doom.py --env-id benchmark --device cpu --num-workers 2 --num-envs-per-worker 16 \
         --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type gru
@@ -67,7 +67,7 @@ doom() {  # ViZDoom beside Sample Factory: 7 minutes, 10 with bfloat16
 # Breakout, Nature CNN, no recurrence; the peers in float32. Ours and Sample Factory: 64 games, rollout 32, batch 1024, one epoch; ours
 # normalises its inputs, as is its default, Sample Factory's example does not; ours has the newer EnvPool. CleanRL at its defaults (8 games,
 # 128 steps, minibatches of 256, four epochs) and with one epoch; Stable-Baselines3's PPO with the same settings as CleanRL. Needs
-# SF_PYTHON, CLEANRL, CLEANRL_PYTHON, SB3_PYTHON. Expected: 1.65 to 1.75 x Sample Factory, more of the others.
+# SF_PYTHON, CLEANRL, CLEANRL_PYTHON, SB3_PYTHON. Expected: 1.65 to 1.75 x Sample Factory, in bfloat16 2.3 x; more of the others.
 atari() {  # Breakout beside Sample Factory, CleanRL and Stable-Baselines3: 24 minutes, 27 with bfloat16
     ours_in_both atari_ours 55 appo_atari.py --env-id Breakout-v5 --device cpu --num-workers 2 --num-envs-per-worker 32 \
         --worker-num-splits 1 --rollout 32 --batch-size 1024 --num-epochs 1 --max-batches-ahead 1 --rnn-type none --encoder nature
@@ -119,7 +119,7 @@ gym() {  # CartPole and LunarLander beside Stable-Baselines3: 5 minutes
 
 # Breakout, 32 games, Nature CNN, rollout 32, batch 1024, one epoch, float32. PufferLib with its worker processes, and as it was fastest
 # among async, serial and native with one and two threads (2,610, 825, 3,013, 3,853, 3,127, 4,184 frames/s in one short run each). Needs
-# PUFFERLIB_PYTHON. Expected: 3.2 and 1.9 x.
+# PUFFERLIB_PYTHON. Expected: 2.6 to 3.2 and 1.5 to 1.9 x.
 pufferlib() {  # Breakout beside PufferLib's trainer: 9 minutes
     ours atari_ours 55 appo_atari.py --env-id Breakout-v5 --device cpu --precision float32 --num-workers 2 --num-envs-per-worker 16 \
         --rollout 32 --batch-size 1024 --num-epochs 1
@@ -129,7 +129,7 @@ pufferlib() {  # Breakout beside PufferLib's trainer: 9 minutes
 }
 
 # `benchmark` (GRU-512) and Breakout (Nature CNN), inputs normalised, rollout 32, batch 1024, one epoch, with more and more games a worker,
-# and a worker for each core; beside each the same games with random actions. Expected on 2 cores: training at 13 to 40 % of the games
+# and a worker for each core; beside each the same games with random actions. Expected on 2 cores: training at 13 to 44 % of the games
 # alone, as the network takes the rest. WORKERS=16 for fewer workers than cores, GAMES="8 16 32 64", BATCH= for the files' own batch.
 throughput() {  # training and the games alone, with 4 to 32 games a worker: 22 minutes
     local games family env_id workers=${WORKERS:-$(env -u OMP_NUM_THREADS nproc)} batch=${BATCH-1024}
@@ -166,7 +166,7 @@ ranks() {  # two ranks under torchrun beside one process with two workers: 15 mi
     collected=(rates ranks)
 }
 
-# `benchmark`; frames/s of all policies together. Expected: ties.
+# `benchmark`; frames/s of all policies together. Expected: one policy is a tie, two make 0.84.
 policies() {  # one policy and two of appo_pbt_doom.py beside appo_doom.py: 8 minutes
     local same="--env-id benchmark --num-workers 2 --num-envs-per-worker 16 --device cpu ${flags[*]}"
     compare policies 40 "base: python appo_doom.py $same" "1 of pbt: python appo_pbt_doom.py --num-policies 1 $same" \
