@@ -174,7 +174,7 @@ policies() {  # one policy and two of appo_pbt_doom.py beside appo_doom.py: 8 mi
 }
 
 # Breakout, 45 s, with as many candidates as at the beginning of a run, where most are drawn. The control is the same file with
-# --replay-share 0, not appo_atari.py. Expected, of its frames/s: two epochs and uniform 80 to 95 %, the others 67 to 69 %.
+# --replay-share 0, not appo_atari.py. Expected, of its frames/s: two epochs and uniform 78 to 95 %, the others 55 to 69 %.
 replay() {  # each way of replaying beside none: 14 minutes
     ours none 45 appo_atari_replay.py --env-id Breakout-v5 --replay-share 0
     ours two-epochs 45 appo_atari_replay.py --env-id Breakout-v5 --replay-share 0 --num-epochs 2

@@ -77,7 +77,7 @@ def test_distances_against_a_direct_implementation(appo, replay, rnn):
 
 
 def test_distances_copy_no_other_slots(appo):
-    """However many are kept. (It once copied all of them for every eight candidates, and took 40 % of a run's speed.)"""
+    """However many are kept. (It once copied all of them for every eight candidates: a third of a run's speed.)"""
     copied = []
     for rollouts in (40, 400):
         learner = make_learner(appo, replay="elite", replay_rollouts=rollouts)
