@@ -46,8 +46,8 @@ def machine_and_engines() -> dict[str, str | int]:
 def peers() -> dict[str, dict[str, str]]:
     """What is installed for each peer whose variable is set, as rates.sh and learning.sh know them."""
     found = {}
-    for variable in (name for name in ("SF_PYTHON", "CLEANRL_PYTHON", "SB3_PYTHON", "PUFFERLIB_PYTHON") if name in os.environ):
-        code = "import importlib.metadata as m; print(*[f'{x.name}={x.version}' for x in m.distributions()])"
+    code = "import importlib.metadata as m; print(*[f'{x.name}={x.version}' for x in m.distributions()])"
+    for variable in os.environ.keys() & {"SF_PYTHON", "CLEANRL_PYTHON", "SB3_PYTHON", "PUFFERLIB_PYTHON"}:
         versions = dict(word.split("=") for word in subprocess.check_output([os.environ[variable], "-c", code], text=True).split())
         found[variable] = {name: version for name, version in sorted(versions.items()) if name in PEERS}
     if "CLEANRL" in os.environ:

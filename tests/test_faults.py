@@ -263,9 +263,9 @@ def test_sigterm_to_every_process_of_a_job(gym):
     latest(r.folder / "e")
 
 
-def test_ctrl_c_where_an_environment_hangs(gym, odd):
-    """The only way to end that, in the base."""
-    r = gym("odd:Hangs-v0")
+def test_ctrl_c_where_an_environment_hangs(start, odd):
+    """The only way to end that, in the base. It hangs after seven rollouts, perhaps before the first report."""
+    r = start("--env-id", "odd:Hangs-v0", script=ROOT / "appo_gym.py")
     r.wait_for((odd / "hung").exists, what="the hang")
     stop(r)
     latest(r.folder / "e")
