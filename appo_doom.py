@@ -111,7 +111,7 @@ from tqdm import tqdm
 
 
 class UserError(Exception):
-    """Something the user can fix; printed as one line, without a traceback."""
+    """Something the user can fix: its text is printed, without a traceback of ours."""
 
 
 def num_cores() -> int:
@@ -164,8 +164,8 @@ class Args:
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: int = 1024  # samples per optimiser step, about: a batch is of whole rollouts
-    num_batches_per_epoch: int = 1  # batches in an iteration, about; with --sync it is one rollout of every row
-    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
+    num_batches_per_epoch: int = 1  # batches in an iteration, about; with --sync an iteration is one rollout a row
+    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync pi/mu is 1 in the first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -811,8 +811,8 @@ def blocks_per_iteration(args: Args) -> int:
 def num_blocks(args: Args) -> int:
     """One for each group to fill, while those of one iteration are LEARNING and of `max_batches_ahead` FULL. No
     deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
-    --sync has one for each group, and all are an iteration's: none is FREE until its last step is made. That is all
-    that --sync is."""
+    --sync has one for each group, and all are an iteration's: none is FREE until the iteration's last step is made.
+    That is all that --sync is."""
     groups = num_rows(args) // rows_per_group(args)
     return groups + (0 if take_turns(args) else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
 
@@ -946,7 +946,6 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
             if len(cores) == num_cores():  # else there is a quota, and other containers would pin to the same cores
                 os.sched_setaffinity(0, {cores[worker % len(cores)]})  # engines, too: both talk twice a tic
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
-        torch.set_num_threads(1)
         seed_generators(seed)
         if worker:  # one of them shows its warnings
             gym.logger.min_level = gym.logger.ERROR
@@ -1252,9 +1251,9 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.inference.version > 0  # the first batch only initialises the inputs' statistics
-        if last_epoch or not begun:  # no rollout counts twice, but for the first batch's
+        if last_epoch or not begun:  # each rollout once, with several epochs the first batch's twice
             valid = ~batch.first[1:]
-            start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
+            start = int(torch.randint(min(4, len(valid)), ()))  # of every fourth step: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
                 normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
         if begun and grad_norm:  # it is 0 where no sample could be used
@@ -1277,12 +1276,14 @@ class Learner:
 # - an error in the learner: as it is.
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
-AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, max_policy_lag=1, save_every_sec=0, reward_clip=1e-3)
-AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0)
-# Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
-# dies before its first
+AT_LEAST = dict(
+    num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0, worker_num_splits=1,
+    num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1, clip_coef=0, ppo_clip_value=0,
+    max_policy_lag=1, save_every_sec=0, reward_clip=1e-3, vector_size=1, seed=0, gamma=0, max_grad_norm=0,
+    keep_checkpoints=0, actor_timeout=0,
+)  # fmt: skip
+# Requests; an actor that dies after fewer died early: three of a worker in a row end the run, and before a new run's
+# first update one that has made none
 SHORT_LIFE = 1000
 FIXED = ("env_id", "cfg_path", "rnn_type", "hidden_size", "vector_size")  # a resumed run has the same
 
@@ -1307,8 +1308,8 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
-    actors."""
+    """The generators of network and sampling; in an actor those that its environments may draw from, which would
+    otherwise give the same numbers in all actors."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -1328,6 +1329,7 @@ def handle_signals(inference: Inference):
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if inference.args.num_workers:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of actors: else a product of NumPy's takes all cores
         forkserver.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "vizdoom"])
         forkserver.ensure_running()
     for number in SIGNALS:
@@ -1417,22 +1419,24 @@ def save_checkpoint(folder: Path, learner: Learner):
     folder.mkdir(exist_ok=True)
     names = [f"checkpoint_{learner.global_step:012d}.pth"]
     returns = [episode[0] for episode in learner.inference.episodes.copy()]
-    if len(returns) == 100 and np.mean(returns) > learner.best_return:
-        learner.best_return = float(np.mean(returns))
-        names.append("best.pth")
+    best_return = learner.best_return
+    if len(returns) == 100 and np.mean(returns) > best_return:
+        best_return = float(np.mean(returns))
+        names.insert(0, "best.pth")
     content = dict(
         agent=learner.agent.state_dict(),
         optimizer=learner.optimizer.state_dict(),
         version=learner.inference.version,
         global_step=learner.global_step,
-        best_return=learner.best_return,
+        best_return=best_return,
     )
     buffer = io.BytesIO()  # a full disk is then an OSError
     torch.save(content, buffer)
     for name in names:
         (folder / "saving.tmp").write_bytes(buffer.getbuffer())
         os.replace(folder / "saving.tmp", folder / name)
-    for old in sorted(folder.glob("checkpoint_*.pth"))[: -learner.args.keep_checkpoints]:
+    learner.best_return = best_return  # only now: writing may fail
+    for old in sorted(folder.glob("checkpoint_*.pth"), key=os.path.getmtime)[: -learner.args.keep_checkpoints]:
         old.unlink()
 
 
@@ -1452,11 +1456,7 @@ def load_checkpoint(folder: Path, learner: Learner):
     content = read_checkpoint(folder)
     if content is None:
         return
-    try:
-        learner.agent.load_state_dict(content["agent"])
-    except RuntimeError as error:
-        what = " ".join(str(error).split())[:300]  # of many lines
-        raise UserError(f"{folder} holds another network than these flags make: {what}") from None
+    learner.agent.load_state_dict(content["agent"])
     learner.optimizer.load_state_dict(content["optimizer"])
     learner.inference.publish(content["version"])
     learner.global_step = content["global_step"]
@@ -1558,7 +1558,7 @@ def train(args: Args, folder: Path) -> int:
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
     deadline = np.inf
-    stopped = False
+    code = 0
     with running(inference, folder), own_stream(device):
         saved_at = time.monotonic()
         reporter = Reporter(args, learner, folder)
@@ -1570,13 +1570,13 @@ def train(args: Args, folder: Path) -> int:
                     save_checkpoint(folder, learner)
                     saved_at = time.monotonic()
         except KeyboardInterrupt:
-            stopped = True
+            code = 130
         finally:
             # else nothing was learned, or the last step may have spoiled the weights
             if learner.global_step and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, learner)
             reporter.close()
-    log(folder, f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {reporter.score}")
+    log(folder, f"{'stopped' if code else 'done'}: {learner.global_step:,} steps, {reporter.score}")
     if learner.global_step:
         log(
             folder,
@@ -1585,7 +1585,7 @@ def train(args: Args, folder: Path) -> int:
             f"go on: the same command with --experiment {args.experiment}\n"
             "    (after its end with a larger --total-timesteps, too)",
         )
-    return 130 if stopped else 0
+    return code
 
 
 def saved_args(folder: Path) -> Args:

@@ -97,7 +97,7 @@ from tqdm import tqdm
 
 
 class UserError(Exception):
-    """Something the user can fix; printed as one line, without a traceback."""
+    """Something the user can fix: its text is printed, without a traceback of ours."""
 
 
 def num_cores() -> int:
@@ -129,7 +129,7 @@ class Args:
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: int = 256  # samples per optimiser step, about: a batch is of whole rollouts
-    num_epochs: int = 4  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
+    num_epochs: int = 4  # passes over an iteration's rollouts; with --sync pi/mu is 1 in the first optimiser step
     learning_rate: float = 2e-3  # of Adam
     anneal_lr: bool = False  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
@@ -173,9 +173,9 @@ def parts_of(space, observation, name="obs"):
 
 
 def as_array(name, space, part):
-    """A uint8 array with two long sides is an image: it becomes [height, width, channels] wherever its sides stood;
-    what other axes it has, such as a stack of frames, are channels. Other numbers become a float32 vector; `flatten`
-    makes a choice one-hot."""
+    """A uint8 array with just two long sides is an image: it becomes [height, width, channels], wherever its sides
+    stood; what other axes it has, such as a stack of frames, are channels. Other numbers become a float32 vector;
+    `flatten` makes a choice one-hot."""
     if np.shape(part) != space.shape:
         raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
     if not isinstance(space, Box):
@@ -214,13 +214,15 @@ class NamedArrays(gym.Wrapper):
         self.env_observation_space = env.observation_space  # kept: each time it is asked for, all wrappers are asked
         self.env_action_space = env.action_space
         spaces = {}
-        for name, space, part in parts_of(env.observation_space, env.observation_space.sample()):
+        for name, space, _ in parts_of(env.observation_space, env.observation_space):
             if not isinstance(space, NUMERIC_SPACES):
                 gym.logger.warn(f"{name} is left out of the observation: {space}")
                 continue
-            array = as_array(name, space, part)
+            array = as_array(name, space, np.zeros_like(space.low) if isinstance(space, Box) else space.sample())
             if array.ndim == 1 and array.size >= IMAGE_SIDE**2:
-                gym.logger.warn(f"{name} becomes a vector of {array.size} numbers: images are uint8, 36 x 36 at least")
+                gym.logger.warn(
+                    f"{name} becomes {array.size} numbers: an image is uint8, with just two sides of 36 or more"
+                )
             low, high = (0, 255) if array.dtype == np.uint8 else (-np.inf, np.inf)
             spaces[name] = Box(low, high, array.shape, array.dtype.type)
         self.observation_space = Dict(spaces)
@@ -251,8 +253,8 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     there is no such environment.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), take MultiDiscrete actions from 0 on, and
-    give a Dict of images, uint8 [height, width, channels] of at least 36 x 36, and vectors: one image or vector more is
-    one key more, and no other edit. Actors cannot start processes of multiprocessing (AsyncVectorEnv)."""
+    give a Dict of images, uint8 [height, width, channels] of at least 36 x 36, and float32 vectors: one image or vector
+    more is one key more, and no other edit. Actors cannot start processes of multiprocessing (AsyncVectorEnv)."""
 
     def make() -> gym.Env:
         return NamedArrays(gym.make(args.env_id, **options))
@@ -286,7 +288,7 @@ def spaces_of(args: Args) -> Spaces:
         mode = envs.metadata.get("autoreset_mode")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    if not obs or not isinstance(action, MultiDiscrete):
+    if not (isinstance(obs, Dict) and obs and isinstance(action, MultiDiscrete)):
         raise UserError(
             f"unsupported spaces, {obs} and {action}: observations must have numbers, actions be Discrete, "
             "MultiDiscrete or MultiBinary (for a Box of actions: appo_mujoco.py)"
@@ -576,9 +578,9 @@ def slice_of(args: Args, i: int) -> slice:
 
 
 def num_blocks(args: Args) -> int:
-    """Two for each of W workers: W may be LEARNING while every worker fills another. No deadlock: while the learner
-    waits it has at most W - 1 blocks, and no other is FULL: W + 1 are left for W workers. --sync has one for each
-    worker: none is FREE until the iteration's last step is made. That is all that --sync is."""
+    """Two for each of W workers: W may be LEARNING while every worker fills another. No deadlock: a learner that
+    waits holds at most W - 1 of them, and none is FULL: every worker fills one, or finds a FREE one. --sync has one for
+    each worker: none is FREE until the iteration's last step is made. That is all that --sync is."""
     sync = args.sync or args.num_workers == 0
     return max(1, args.num_workers) * (1 if sync else 2)
 
@@ -704,7 +706,6 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
-        torch.set_num_threads(1)
         seed_generators(seed)
         if worker:  # one of them shows its warnings
             gym.logger.min_level = gym.logger.ERROR
@@ -966,9 +967,9 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         valid = ~batch.first[1:]
-        start = int(torch.randint(4, ()))  # inputs' statistics are of every fourth step: neighbours hardly differ
+        start = int(torch.randint(min(4, len(valid)), ()))  # statistics of every fourth step: neighbours hardly differ
         with self.inference.lock:
-            if last_epoch:  # no rollout counts twice
+            if last_epoch:  # each rollout once
                 for name, normalizer in self.agent.normalizers.items():
                     normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
             self.optimizer.step()
@@ -993,8 +994,10 @@ class Learner:
 # - an error in the learner: as it is.
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_LEAST = dict(num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1, vector_size=1)
-AT_LEAST |= dict(seed=0, learning_rate=0, gamma=0, max_grad_norm=0, clip_coef=0, ppo_clip_value=0, save_every_sec=0)
+AT_LEAST = dict(
+    num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1, vector_size=1, seed=0,
+    learning_rate=0, gamma=0, max_grad_norm=0, clip_coef=0, ppo_clip_value=0, save_every_sec=0,
+)  # fmt: skip
 
 
 def check(args: Args):
@@ -1010,8 +1013,8 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
-    actors."""
+    """The generators of network and sampling; in an actor those that its environments may draw from, which would
+    otherwise give the same numbers in all actors."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -1030,6 +1033,7 @@ def handle_signals(inference: Inference):
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if inference.args.num_workers:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of actors: else a product of NumPy's takes all cores
         forkserver.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm"])
         forkserver.ensure_running()
     for number in SIGNALS:
@@ -1188,7 +1192,7 @@ def train(args: Args, folder: Path) -> int:
     (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=asdict(args)), indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
-    stopped = False
+    code = 0
     with running(inference), own_stream(device):
         saved_at = time.monotonic()
         reporter = Reporter(args, learner, folder)
@@ -1199,13 +1203,13 @@ def train(args: Args, folder: Path) -> int:
                     save_checkpoint(folder, learner)
                     saved_at = time.monotonic()
         except KeyboardInterrupt:
-            stopped = True
+            code = 130
         finally:
             # else nothing was learned, or the last step may have spoiled the weights
             if learner.global_step and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, learner)
             reporter.close()
-    print(f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {reporter.score}")
+    print(f"{'stopped' if code else 'done'}: {learner.global_step:,} steps, {reporter.score}")
     if learner.global_step:
         print(
             f"play: python evaluate.py {folder} --env-id {args.env_id}\n"
@@ -1213,7 +1217,7 @@ def train(args: Args, folder: Path) -> int:
             f"go on: the same command with --experiment {args.experiment}\n"
             "    (after its end with a larger --total-timesteps, too)"
         )
-    return 130 if stopped else 0
+    return code
 
 
 def saved_args(folder: Path) -> Args:

@@ -22,7 +22,7 @@ A deliberate edit of appo_gym.py. What differs:
 - EnvPool's MuJoCo, where it has the task (`MujocoEnvs`); observations are vectors, images are refused;
 - actions are numbers: a Gaussian policy (`draw`, `log_prob`, `entropy_of`), whose actions are kept as they were drawn,
   and clipped for the environment (`WorkerEnvs.step`);
-- where there is a worker for each core, each stays on its own (`run_actor`);
+- where there are as many workers as cores, or more, each stays on one core (`run_actor`);
 - a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`);
 - a network with two towers of `hidden_size`, and a GRU across both if asked for;
 - other defaults in `Args`: 64 environments, the learning rate falls, no reward for entropy, smaller gradients, a wider
@@ -108,7 +108,7 @@ except ImportError:  # only its own tasks need it
 
 
 class UserError(Exception):
-    """Something the user can fix; printed as one line, without a traceback."""
+    """Something the user can fix: its text is printed, without a traceback of ours."""
 
 
 def num_cores() -> int:
@@ -141,7 +141,7 @@ class Args:
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: int = 512  # samples per optimiser step, about: a batch is of whole rollouts
-    num_epochs: int = 4  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
+    num_epochs: int = 4  # passes over an iteration's rollouts; with --sync pi/mu is 1 in the first optimiser step
     learning_rate: float = 2e-3  # of Adam
     anneal_lr: bool = True  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
@@ -167,7 +167,8 @@ class Args:
 
 # === Environment ======================================================================================================
 
-# Names of numbers in the environment's `info` that are to be summed over each episode, and reported, too
+# Names of numbers in the environment's `info`, EnvPool's or Gymnasium's, that are to be summed over each episode, and
+# reported, too
 OWN_SUMS = ()
 # What is summed over each episode, and reported as the mean over the last 100: the reward, 1 a step, and these
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
@@ -211,13 +212,13 @@ class NamedArrays(gym.Wrapper):
         self.env_observation_space = env.observation_space  # kept: each time it is asked for, all wrappers are asked
         self.env_action_space = env.action_space
         spaces = {}
-        for name, space, part in parts_of(env.observation_space, env.observation_space.sample()):
+        for name, space, _ in parts_of(env.observation_space, env.observation_space):
             if not isinstance(space, NUMERIC_SPACES):
                 gym.logger.warn(f"{name} is left out of the observation: {space}")
                 continue
-            if len(space.shape) > 1 and np.prod(space.shape) >= 36**2:
+            if sum(side >= 36 for side in space.shape) > 1:
                 raise UserError(f"{name} is an image, {space}: this network sees vectors")
-            spaces[name] = Box(-np.inf, np.inf, as_array(name, space, part).shape)
+            spaces[name] = Box(-np.inf, np.inf, (flatdim(space),))
         self.observation_space = Dict(spaces)
         if isinstance(env.action_space, Box):
             box = env.action_space
@@ -253,9 +254,10 @@ class MujocoEnvs(gym.vector.VectorEnv):
         self.num_envs = num_envs
         self.pool = None
         self.parts = spec.gymnasium_observation_space
-        sizes = {name: np.size(part) for name, _, part in parts_of(self.parts, self.parts.sample())}
-        boxes = {name: Box(-np.inf, np.inf, (size,)) for name, size in sizes.items()}
+        parts = parts_of(self.parts, self.parts)
+        boxes = {name: Box(-np.inf, np.inf, (flatdim(space),)) for name, space, _ in parts}
         self.single_observation_space = Dict(boxes)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.single_action_space = spec.gymnasium_action_space
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
 
@@ -268,9 +270,8 @@ class MujocoEnvs(gym.vector.VectorEnv):
         return self.vectors(self.pool.reset()[0]), {}
 
     def step(self, actions):
-        observation, reward, terminated, truncated, info = self.pool.step(actions)
-        own_sums = {name: info[name] for name in OWN_SUMS if name in info}
-        return self.vectors(observation), reward, terminated, truncated, own_sums
+        observation, *outcome = self.pool.step(actions)
+        return self.vectors(observation), *outcome
 
     def vectors(self, observation):
         parts = parts_of(self.parts, observation)
@@ -289,8 +290,8 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     Raises UserError where there is no such environment.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), take a Box of vectors, to which actions
-    are clipped, and give a Dict of vectors: one vector more is one key more, and no other edit. Actors cannot start
-    processes of multiprocessing (AsyncVectorEnv)."""
+    are clipped, and give a Dict of float32 vectors: one vector more is one key more, and no other edit. Actors cannot
+    start processes of multiprocessing (AsyncVectorEnv)."""
     if args.env_id in TASKS and not options:
         return MujocoEnvs(args.env_id, num_envs)
     if options:
@@ -308,8 +309,8 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
         if args.env_id in TASKS:
             raise UserError(f"--env-id {args.env_id}: EnvPool cannot draw it, and Gymnasium says: {error}") from None
         raise UserError(
-            f"--env-id {args.env_id}: {error} (install it, and name the module that registers it, too, as in "
-            "my_module:MyRobot-v0; arguments that it needs are given in `make_envs`)"
+            f"--env-id {args.env_id}: {error} (install it, or envpool for its tasks, and name the module that "
+            "registers it, too, as in my_module:MyRobot-v0; arguments that it needs are given in `make_envs`)"
         ) from None
     except OSError as error:  # of the environment: with a traceback, unlike those of our own files, see `main`
         raise RuntimeError(f"--env-id {args.env_id} cannot be made") from error
@@ -330,7 +331,7 @@ def spaces_of(args: Args) -> Spaces:
         mode = envs.metadata.get("autoreset_mode")
     if mode != gym.vector.AutoresetMode.NEXT_STEP:
         raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    if not obs or not isinstance(action, Box) or action.dtype.kind != "f":
+    if not (isinstance(obs, Dict) and obs and isinstance(action, Box) and action.dtype.kind == "f"):
         raise UserError(
             f"unsupported spaces, {obs} and {action}: observations must have numbers, actions be a Box of floats "
             "(for choices: appo_gym.py)"
@@ -603,9 +604,9 @@ def slice_of(args: Args, i: int) -> slice:
 
 
 def num_blocks(args: Args) -> int:
-    """Two for each of W workers: W may be LEARNING while every worker fills another. No deadlock: while the learner
-    waits it has at most W - 1 blocks, and no other is FULL: W + 1 are left for W workers. --sync has one for each
-    worker: none is FREE until the iteration's last step is made. That is all that --sync is."""
+    """Two for each of W workers: W may be LEARNING while every worker fills another. No deadlock: a learner that
+    waits holds at most W - 1 of them, and none is FULL: every worker fills one, or finds a FREE one. --sync has one for
+    each worker: none is FREE until the iteration's last step is made. That is all that --sync is."""
     sync = args.sync or args.num_workers == 0
     return max(1, args.num_workers) * (1 if sync else 2)
 
@@ -736,7 +737,6 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
         cores = sorted(os.sched_getaffinity(0))
         if args.num_workers >= len(cores):  # else other runs may share the machine, and pin to the same cores
             os.sched_setaffinity(0, {cores[worker % len(cores)]})  # Ant is a tenth faster
-        torch.set_num_threads(1)
         seed_generators(seed)
         if worker:  # one of them shows its warnings
             gym.logger.min_level = gym.logger.ERROR
@@ -998,9 +998,9 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         valid = ~batch.first[1:]
-        start = int(torch.randint(4, ()))  # inputs' statistics are of every fourth step: neighbours hardly differ
+        start = int(torch.randint(min(4, len(valid)), ()))  # statistics of every fourth step: neighbours hardly differ
         with self.inference.lock:
-            if last_epoch:  # no rollout counts twice
+            if last_epoch:  # each rollout once
                 for name, normalizer in self.agent.normalizers.items():
                     normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
             self.optimizer.step()
@@ -1025,9 +1025,11 @@ class Learner:
 # - an error in the learner: as it is.
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_LEAST = dict(num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1)
-AT_LEAST |= dict(initial_stddev=1e-3, kl_loss_coef=0)
-AT_LEAST |= dict(seed=0, learning_rate=0, gamma=0, max_grad_norm=0, clip_coef=0, ppo_clip_value=0, save_every_sec=0)
+AT_LEAST = dict(
+    num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1, initial_stddev=1e-3,
+    kl_loss_coef=0, seed=0, learning_rate=0, gamma=0, max_grad_norm=0, clip_coef=0, ppo_clip_value=0,
+    save_every_sec=0,
+)  # fmt: skip
 
 
 def check(args: Args):
@@ -1043,8 +1045,8 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
-    actors."""
+    """The generators of network and sampling; in an actor those that its environments may draw from, which would
+    otherwise give the same numbers in all actors."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -1063,6 +1065,7 @@ def handle_signals(inference: Inference):
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if inference.args.num_workers:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of actors: else a product of NumPy's takes all cores
         forkserver.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "envpool"])
         forkserver.ensure_running()
     for number in SIGNALS:
@@ -1221,7 +1224,7 @@ def train(args: Args, folder: Path) -> int:
     (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=asdict(args)), indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
-    stopped = False
+    code = 0
     with running(inference), own_stream(device):
         saved_at = time.monotonic()
         reporter = Reporter(args, learner, folder)
@@ -1232,13 +1235,13 @@ def train(args: Args, folder: Path) -> int:
                     save_checkpoint(folder, learner)
                     saved_at = time.monotonic()
         except KeyboardInterrupt:
-            stopped = True
+            code = 130
         finally:
             # else nothing was learned, or the last step may have spoiled the weights
             if learner.global_step and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, learner)
             reporter.close()
-    print(f"{'stopped' if stopped else 'done'}: {learner.global_step:,} steps, {reporter.score}")
+    print(f"{'stopped' if code else 'done'}: {learner.global_step:,} steps, {reporter.score}")
     if learner.global_step:
         print(
             f"play: python evaluate.py {folder} --env-id {args.env_id}\n"
@@ -1246,7 +1249,7 @@ def train(args: Args, folder: Path) -> int:
             f"go on: the same command with --experiment {args.experiment}\n"
             "    (after its end with a larger --total-timesteps, too)"
         )
-    return 130 if stopped else 0
+    return code
 
 
 def saved_args(folder: Path) -> Args:

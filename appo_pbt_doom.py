@@ -122,7 +122,7 @@ with contextlib.suppress(ImportError):  # games of PettingZoo need neither
 
 
 class UserError(Exception):
-    """Something the user can fix; printed as one line, without a traceback."""
+    """Something the user can fix: its text is printed, without a traceback of ours."""
 
 
 def num_cores() -> int:
@@ -194,8 +194,8 @@ class Args:
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
     batch_size: int = 1024  # samples of a policy per optimiser step, about: a batch is of whole rollouts
-    num_batches_per_epoch: int = 1  # batches in an iteration, about; with --sync it is one rollout of every row
-    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync the ratio is 1 in the first optimiser step
+    num_batches_per_epoch: int = 1  # batches in an iteration, about; with --sync an iteration is one rollout a row
+    num_epochs: int = 1  # passes over an iteration's rollouts; with --sync pi/mu is 1 in the first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
     learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
@@ -618,7 +618,7 @@ class DoomMatch:
     def together(self, function, *arguments):
         """Calls function(player, argument...) for all players, each in a thread, and returns the results. What one
         raises is raised without waiting for the others: their engines may wait for its engine for ever. Then, as after
-        Ctrl-C, this process ends, and with it the engines of all its games."""
+        Ctrl-C, this process ends, and with it all its engines (with --num-workers 0 after a second Ctrl-C)."""
         if len(self.players) == 1:
             return [function(self.players[0], *(values[0] for values in arguments))]
         futures = [self.pool.submit(function, *values) for values in zip(self.players, *arguments)]
@@ -1147,8 +1147,8 @@ def blocks_per_iteration(args: Args) -> int:
 def num_blocks(args: Args) -> int:
     """One for each group to fill, while those of one iteration are LEARNING and of `max_batches_ahead` FULL. No
     deadlock: while the learner waits, fewer than an iteration's are FULL, so every group fills one or finds a FREE one.
-    --sync has one for each group, and all are an iteration's: none is FREE until its last step is made. That is all
-    that --sync is."""
+    --sync has one for each group, and all are an iteration's: none is FREE until the iteration's last step is made.
+    That is all that --sync is."""
     groups = num_rows(args) // rows_per_group(args)
     return groups + (0 if take_turns(args) else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
 
@@ -1312,7 +1312,6 @@ def run_actor(args: Args, worker: int, rows: np.ndarray, seed: int, mailbox: Mai
             if len(cores) == num_cores():  # else there is a quota, and other containers would pin to the same cores
                 os.sched_setaffinity(0, {cores[worker % len(cores)]})  # engines, too: both talk twice a tic
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
-        torch.set_num_threads(1)
         seed_generators(seed)
         if worker:  # one of them shows its warnings
             gym.logger.min_level = gym.logger.ERROR
@@ -1644,9 +1643,9 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.policy.version > 0  # the first batch only initialises the inputs' statistics
-        if last_epoch or not begun:  # no rollout counts twice, but for the first batch's
+        if last_epoch or not begun:  # each rollout once, with several epochs the first batch's twice
             valid = ~batch.first[1:] & ~batch.inactive[:-1]
-            start = int(torch.randint(4, ()))  # they are of every fourth step: neighbours hardly differ
+            start = int(torch.randint(min(4, len(valid)), ()))  # of every fourth step: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
                 normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
         if begun and grad_norm:  # it is 0 where no sample could be used
@@ -1773,13 +1772,15 @@ def settings_of(args: Args) -> dict[int, dict[str, float]]:
 # - an error in a learner: as it is.
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_LEAST = dict(num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0)
-AT_LEAST |= dict(worker_num_splits=1, num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1)
-AT_LEAST |= dict(clip_coef=0, ppo_clip_value=0, max_policy_lag=1, save_every_sec=0, reward_clip=1e-3)
-AT_LEAST |= dict(vector_size=1, seed=0, gamma=0, max_grad_norm=0, keep_checkpoints=0, num_policies=1)
-AT_LEAST |= dict(pbt_replace_fraction=0, pbt_mutation_rate=0, pbt_perturb_min=1, pbt_perturb_max=1)
-# Requests; three actors of a worker in a row that die sooner end the run, and before a new run's first update one that
-# dies before its first
+AT_LEAST = dict(
+    num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0, worker_num_splits=1,
+    num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1, clip_coef=0, ppo_clip_value=0,
+    max_policy_lag=1, save_every_sec=0, reward_clip=1e-3, vector_size=1, seed=0, gamma=0, max_grad_norm=0,
+    keep_checkpoints=0, num_policies=1, pbt_replace_fraction=0, pbt_mutation_rate=0, pbt_perturb_min=1,
+    pbt_perturb_max=1, actor_timeout=0,
+)  # fmt: skip
+# Requests; an actor that dies after fewer died early: three of a worker in a row end the run, and before a new run's
+# first update one that has made none
 SHORT_LIFE = 1000
 FIXED = (
     "env_id",
@@ -1815,8 +1816,8 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Those of network and sampling; in an actor those that its environments may draw from, else the same in all
-    actors."""
+    """The generators of network and sampling; in an actor those that its environments may draw from, which would
+    otherwise give the same numbers in all actors."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -1836,6 +1837,7 @@ def handle_signals(inference: Inference):
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if inference.args.num_workers:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of actors: else a product of NumPy's takes all cores
         forkserver.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "vizdoom"])
         forkserver.ensure_running()
     for number in SIGNALS:
@@ -1927,27 +1929,29 @@ def save_checkpoint(folder: Path, population: Population):
     folder.mkdir(exist_ok=True)
     learners = population.learners
     names = [f"checkpoint_{mean_step(learners):012d}.pth"]
+    best_return = population.best_return
     policies = []
     for learner in learners:
         returns = [episode[0] for episode in learner.policy.episodes.copy()]
-        if len(returns) == 100 and np.mean(returns) > population.best_return:
-            population.best_return = float(np.mean(returns))
-            names[1:] = ["best.pth"]
+        if len(returns) == 100 and np.mean(returns) > best_return:
+            best_return = float(np.mean(returns))
+            names[:-1] = ["best.pth"]
         own = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), genes=learner.genes)
         policies.append(own | dict(version=learner.policy.version, global_step=learner.global_step))
     content = dict(
         policies=policies,
         exchanged=population.exchanged,
         defaults=population.defaults,
-        best_return=population.best_return,
+        best_return=best_return,
     )
     buffer = io.BytesIO()  # a full disk is then an OSError
     torch.save(content, buffer)
     for name in names:
         (folder / "saving.tmp").write_bytes(buffer.getbuffer())
         os.replace(folder / "saving.tmp", folder / name)
+    population.best_return = best_return  # only now: writing may fail
     args = population.args
-    for old in sorted(folder.glob("checkpoint_*.pth"))[: -args.keep_checkpoints]:
+    for old in sorted(folder.glob("checkpoint_*.pth"), key=os.path.getmtime)[: -args.keep_checkpoints]:
         old.unlink()
 
 
@@ -1968,11 +1972,7 @@ def load_checkpoint(folder: Path, population: Population):
     if content is None:
         return
     for learner, saved in zip(population.learners, content["policies"]):
-        try:
-            learner.agent.load_state_dict(saved["agent"])
-        except RuntimeError as error:
-            what = " ".join(str(error).split())[:300]  # of many lines
-            raise UserError(f"{folder} holds another network than these flags make: {what}") from None
+        learner.agent.load_state_dict(saved["agent"])
         learner.optimizer.load_state_dict(saved["optimizer"])
         learner.policy.publish(saved["version"])
         learner.global_step = saved["global_step"]
@@ -2118,7 +2118,7 @@ def train(args: Args, folder: Path) -> int:
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
     deadline = np.inf
-    stopped = False
+    code = 0
     threads = {learner.device: concurrent.futures.ThreadPoolExecutor(1) for learner in learners}
     with running(inference, folder):
         saved_at = time.monotonic()
@@ -2135,13 +2135,13 @@ def train(args: Args, folder: Path) -> int:
                     save_checkpoint(folder, population)
                     saved_at = time.monotonic()
         except KeyboardInterrupt:
-            stopped = True
+            code = 130
         finally:
             # else nothing was learned, or the last step may have spoiled the weights
             if mean_step(learners) and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, population)
             reporter.close()
-    log(folder, f"{'stopped' if stopped else 'done'}: {mean_step(learners):,} steps, {reporter.score}")
+    log(folder, f"{'stopped' if code else 'done'}: {mean_step(learners):,} steps, {reporter.score}")
     if mean_step(learners):
         game = f"--cfg-path {args.cfg_path}" if args.cfg_path else f"--env-id {args.env_id}"
         log(
@@ -2151,7 +2151,7 @@ def train(args: Args, folder: Path) -> int:
             f"go on: the same command with --experiment {args.experiment}\n"
             "    (after its end with a larger --total-timesteps, too)",
         )
-    return 130 if stopped else 0
+    return code
 
 
 def saved_args(folder: Path) -> Args:

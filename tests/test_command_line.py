@@ -132,6 +132,7 @@ BAD = {
     "appo_doom --num-envs-per-worker 5 --worker-num-splits 2": "--num-envs-per-worker 5 is not divisible by --worker-num-splits 2",
     "appo_doom --cfg-path nowhere.cfg": "--cfg-path nowhere.cfg: ",
     "appo_atari --max-policy-lag 0": "--max-policy-lag 0 is out of range: at least 1",
+    "appo_doom --actor-timeout -1": "--actor-timeout -1.0 is out of range: at least 0",
     "appo_doom --reward-clip 0": "--reward-clip 0.0 is out of range: at least 0.001",
     "appo_atari --sticky-actions 25": "--sticky-actions 25.0 is out of range: it is a probability",
     "appo_atari_replay --sticky-actions -1": "--sticky-actions -1.0 is out of range: it is a probability",

@@ -12,6 +12,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Te
 from test_command_line import TAGS, scalars
 
 import appo_gym
+import appo_mujoco
 
 SMALL = ("--experiment", "e", "--num-workers", "2", "--num-envs", "4", "--rollout", "8", "--batch-size", "8", "--hidden-size", "16",
          "--device", "cpu")  # fmt: skip
@@ -270,8 +271,31 @@ def test_a_metric_of_ones_own(monkeypatch):
 def test_an_image_of_floats_is_warned_of():
     env = Everything()
     env.observation_space = Box(0, 1, (40, 40, 3), np.float32)
-    with pytest.warns(UserWarning, match="obs becomes a vector of 4800 numbers: images are uint8, 36 x 36 at least"):
+    with pytest.warns(UserWarning, match="obs becomes 4800 numbers: an image is uint8, with just two sides of 36 or more"):
         appo_gym.NamedArrays(env)
+
+
+LARGEST = np.finfo(np.float64).max
+
+
+@pytest.mark.parametrize("low, high, dtype", [(-LARGEST, LARGEST, np.float64), (0, np.iinfo(np.int64).max, np.int64)])
+@pytest.mark.parametrize("appo", [appo_gym, appo_mujoco])
+def test_a_box_that_cannot_be_sampled(appo, low, high, dtype):
+    """Its bounds are too far apart for Gymnasium's sample()."""
+    env = gym.Env()
+    env.observation_space, env.action_space = Box(low, high, (4,), dtype), Box(-1, 1, (2,))
+    with pytest.raises((OverflowError, ValueError)):
+        env.observation_space.sample()
+    assert appo.NamedArrays(env).observation_space["obs"].shape == (4,)
+
+
+def test_what_is_no_dict_is_refused_by_name(monkeypatch):
+    """Somebody's own `make_envs` without NamedArrays."""
+    env = gym.Env()
+    env.observation_space, env.action_space = Box(-1, 1, (4,)), MultiDiscrete([2])
+    monkeypatch.setattr(appo_gym, "make_envs", lambda args, n: gym.vector.SyncVectorEnv([lambda: env] * n))
+    with pytest.raises(appo_gym.UserError, match="unsupported spaces"):
+        appo_gym.spaces_of(appo_gym.Args(device="cpu"))
 
 
 def test_names_that_collide_in_a_module(tmp_path):
@@ -304,6 +328,18 @@ def test_an_environment_of_ones_own_needs_no_edit(mine, tmp_path):
     assert json.loads((tmp_path / "e" / "cfg.json").read_text())["args"]["env_id"] == "my_module:Mine-v0"
     last = [float(value) for value in re.findall(r"return (-?[\d.]+), [\d,]+ steps/s", r.text())][-1]
     assert last > 2.5, "of five; random actions have 5/3, the other runs had 3.5 to 5"
+
+
+def test_an_environments_products_have_one_core(run, tmp_path):
+    """NumPy would start a thread for each core, in each actor. The reward is how many threads there are."""
+    counting = MINE.replace("import numpy as np\n", "import numpy as np\nimport os\n", 1)
+    old = "float(action[0] == self.target)"
+    assert counting.count(old) == 1
+    product = "float(np.ones((500, 500)).dot(np.ones((500, 500))).any() and len(os.listdir('/proc/self/task')))"
+    (tmp_path / "my_module.py").write_text(counting.replace(old, product))
+    script = edited(tmp_path, "appo_gym", REPORTS, source=ROOT / "appo_gym.py")
+    r = run(*SMALL, "--env-id", "my_module:Mine-v0", "--total-timesteps", "200", script=script, env=dict(OMP_NUM_THREADS="2"))
+    assert r.wait(60) == 0 and re.search(r"return 5\.00, ", r.text()), r.text()  # of five steps
 
 
 @pytest.mark.parametrize("old, new, sentence", [

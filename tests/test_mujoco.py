@@ -116,6 +116,12 @@ def test_tasks():
             appo.spaces_of(Args(env_id=other))
 
 
+def test_a_wrapper_of_gymnasium_takes_envpools_tasks():
+    envs = gym.wrappers.vector.TransformObservation(appo.make_envs(Args(env_id="Hopper-v5"), 2), lambda obs: dict(obs=obs["obs"] + 1))
+    before, after = appo.make_envs(Args(env_id="Hopper-v5"), 2).reset(seed=3)[0]["obs"], envs.reset(seed=3)[0]["obs"]
+    np.testing.assert_array_equal(before + 1, after)
+
+
 def test_a_task_that_cannot_be_drawn_is_a_sentence():
     with pytest.raises(UserError, match="--env-id CheetahRun-v1: EnvPool cannot draw it, and Gymnasium says: .*doesn't exist"):
         appo.make_envs(Args(env_id="CheetahRun-v1"), 1, render_mode="rgb_array")
@@ -169,6 +175,7 @@ def test_a_robot_of_ones_own_needs_no_edit(run, tmp_path):
     (Box(-1, 1, (3,), np.float32), Discrete(2), [], "unsupported spaces.*for choices: appo_gym.py"),
     (Box(-1, 1, (3,), np.float32), Box(0, 9, (2,), np.int64), [], "unsupported spaces"),
     (Box(0, 255, (8, 8), np.uint8), Box(-2, 2, (2,)), ["obs"], ""),
+    (Box(-np.inf, np.inf, (4, 348)), Box(-2, 2, (2,)), ["obs"], ""),
     (Box(0, 255, (64, 64, 3), np.uint8), Box(-2, 2, (2,)), [], "obs is an image, Box.*: this network sees vectors"),
     (Box(0, 1, (96, 96, 3), np.float32), Box(-2, 2, (2,)), [], "obs is an image, Box.*: this network sees vectors"),
 ])  # fmt: skip

@@ -340,6 +340,36 @@ def test_the_best_is_kept(appo, tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_the_best_is_written_again_where_writing_has_failed(appo, tmp_path, monkeypatch):
+    learner, replace = learner_of(appo), os.replace
+    learner.inference.episodes.extend([[5.0, 1.0]] * 100)
+
+    def full(source, target):
+        if target.name == "best.pth":
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "replace", full)
+        with pytest.raises(OSError):
+            appo.save_checkpoint(tmp_path, learner)
+    appo.save_checkpoint(tmp_path, learner)
+    assert torch.load(tmp_path / "checkpoints" / "best.pth", weights_only=True)["best_return"] == learner.best_return == 5.0
+
+
+def test_a_damaged_one_is_not_kept_in_the_place_of_a_good_one(appo, tmp_path):
+    """It has more steps than the one that the run goes on with, and one is to be kept."""
+    learner, folder = learner_of(appo, keep_checkpoints=1), tmp_path / "checkpoints"
+    for step in (800, 1000):
+        learner.global_step = step
+        appo.save_checkpoint(tmp_path, learner)
+    (folder / "checkpoint_000000001000.pth").write_bytes(b"damaged")
+    os.utime(folder / "checkpoint_000000001000.pth", (1, 1))
+    learner.global_step = 850
+    appo.save_checkpoint(tmp_path, learner)
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_000000000850.pth"]
+
+
 @pytest.mark.parametrize("keep", [2, 0])
 def test_the_last_ones_are_kept(train, iterations, tmp_path, keep):
     """One is written after each iteration, and one at the end."""
@@ -348,6 +378,13 @@ def test_the_last_ones_are_kept(train, iterations, tmp_path, keep):
     assert [int(path.stem.split("_")[1]) for path in checkpoints(tmp_path)] == [content["global_step"] for content in found]
     last = len(iterations)
     assert [content["version"] for content in found] == list(range(last - 1 if keep else 1, last + 1)) and last > 9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_statistics_begin_with_the_first_batch_of_short_rollouts_too(appo, train, tmp_path, monkeypatch, seed):
+    """They are of every fourth step, and a rollout has one."""
+    stop_after(appo, monkeypatch, 1)
+    assert train(rollout=1, seed=seed) == 130 and newest(tmp_path)["agent"]["normalizers.vector.count"] > 0
 
 
 def test_checkpoints_come_every_so_often(appo, train, tmp_path, monkeypatch):
