@@ -1394,7 +1394,7 @@ def check(args: Args):
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:  # of several lines
         raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    needed = num_rows(args) * ENGINE_MEMORY * int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of all ranks here
+    needed = num_rows(args) * ENGINE_MEMORY
     free = shutil.disk_usage("/dev/shm").free >> 20
     if needed > free:  # the kernel would end the run with SIGBUS
         raise UserError(
