@@ -114,7 +114,6 @@ def set_up_process(core: int | None) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     if core is not None:
         os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
 
 
 def sample(family: str, args, count: int, worker: int, core: int | None, steps, reset, barrier) -> None:
@@ -163,6 +162,7 @@ def rates(counter, windows: int, seconds: float, text: str, check) -> list[float
 def ceiling(options: Options, appo, args, count: int) -> dict:
     """Steps all environments, `count` a process, at random; returns frames/s and reset time."""
     context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
+    os.environ["OMP_NUM_THREADS"] = "1"  # of actors, as where they train
     context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINES[options.family]])
     steps = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
     reset = torch.zeros(args.num_workers, dtype=torch.float64).share_memory_()
