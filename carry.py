@@ -85,8 +85,8 @@ def carry(since: str | None) -> bool:
     """Carries what changed in each base since a commit into the edits of it; returns whether there are conflicts.
 
     Which text of its base a file has got is noted in git's folder until the next commit, so that conflicts which were
-    resolved do not come again; but a file that is as in HEAD has got nothing: what was carried was thrown away. With
-    `since`, all is carried anew."""
+    resolved do not come again; but a file that had no conflicts and is as in HEAD has got nothing: what was carried was
+    thrown away. With `since`, all is carried anew."""
     head, note = git("rev-parse", "HEAD").strip(), ROOT / git("rev-parse", "--git-path", "carry.json").strip()
     carried = json.loads(note.read_text(encoding="utf-8")) if note.exists() and not since else {}
     if carried.get("head") != head:
@@ -96,8 +96,12 @@ def carry(since: str | None) -> bool:
         if not ((ROOT / file).exists() and (ROOT / base).exists()):
             continue
         text, new = ((ROOT / name).read_text(encoding="utf-8") for name in (file, base))
+        had_conflicts, none = carried.setdefault("had conflicts", []), f"no new changes of {base}"
         if ID.sub("", text) == ID.sub("", git("show", f"HEAD:./{file}", otherwise="")):
-            carried.pop(file, None)
+            if file in had_conflicts:
+                none += "; conflicts were resolved by keeping it as it is in HEAD (--since HEAD has them again)"
+            else:
+                carried.pop(file, None)
         if conflicts(new):
             print(f"{file}: not touched, because {base} has conflicts")
             left = True
@@ -111,9 +115,10 @@ def carry(since: str | None) -> bool:
                 line = ID.search(text)
                 text = merge(text, old, new, (file, f"{base} before", f"{base} now"), line[0] if line else "")
                 (ROOT / file).write_text(text, encoding="utf-8")
+                had_conflicts += [file] if conflicts(text) else []
             carried[file] = new
             note.write_text(json.dumps(carried), encoding="utf-8")
-            left |= report(file, f"changes of {base} carried" if changed else f"no new changes of {base}", text)
+            left |= report(file, f"changes of {base} carried" if changed else none, text)
     return left
 
 
@@ -123,8 +128,10 @@ def copied(path: Path, text: str, of: str | None) -> tuple[str, str]:
     if not (line or of):
         refuse(f"{path} has no line `# appo_doom.py $Id$` that says what it is a copy of; add --of appo_doom.py")
     name = of or line[1]
-    if line and line[1] == name and line[2] and (old := git("cat-file", "blob", line[2], otherwise="")):
-        return name, old
+    # In a fork git writes there which version of the copy it is, if .gitattributes has a pattern that matches its name
+    if line and line[1] == name and line[2]:
+        if git("log", "--all", "--format=%h", f"--find-object={line[2]}", "--", name, otherwise=""):
+            return name, git("cat-file", "blob", line[2])
     if git("rev-parse", "--is-shallow-repository").strip() == "true":
         refuse(f"this shallow clone may not have the version of {name} that was copied; git fetch --unshallow gets it")
     commits = git("log", "--all", "--format=%h of %cs", "--", name).splitlines()

@@ -53,7 +53,7 @@ class Options:
 
     @contextlib.contextmanager
     def until_interrupted(self):
-        """Ctrl-C ends what is in this context, and what was played until then is shown."""
+        """Ctrl-C ends what is in this context, and what was played until then is shown (of DeepMind Lab whole tasks)."""
         try:
             yield
         except KeyboardInterrupt:

@@ -48,8 +48,9 @@ def peers() -> dict[str, dict[str, str]]:
     found = {}
     code = "import importlib.metadata as m; print(*[f'{x.name}={x.version}' for x in m.distributions()])"
     for variable in os.environ.keys() & {"SF_PYTHON", "CLEANRL_PYTHON", "SB3_PYTHON", "PUFFERLIB_PYTHON"}:
-        versions = dict(word.split("=") for word in subprocess.check_output([os.environ[variable], "-c", code], text=True).split())
-        found[variable] = {name: version for name, version in sorted(versions.items()) if name in PEERS}
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it is not there: nor was it used
+            versions = dict(word.split("=") for word in subprocess.check_output([os.environ[variable], "-c", code], text=True).split())
+            found[variable] = {name: version for name, version in sorted(versions.items()) if name in PEERS}
     if "CLEANRL" in os.environ:
         commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=os.environ["CLEANRL"], capture_output=True, text=True)
         found["CLEANRL"] = dict(commit=commit.stdout.strip())
@@ -63,9 +64,9 @@ def used_args(folder: Path) -> dict:
 
 
 def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tuple[float, int, float | None]]:
-    """steps, returns: tags. Seconds count from the first line of log.txt where there is one, else from the first event: of ours its args,
-    of others a scalar. Of a resumed run the time between its sessions is left out, and so is what it reported of steps that were lost with
-    the last session."""
+    """steps, returns: tags. Seconds count from the beginning of the first session that has reported anything: its first line in log.txt where
+    there is one, else its args; of others from their first event. Of a resumed run the time between its sessions is left out, and so is what
+    it reported of steps that were lost with the last session."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     if len([*folder.glob("policy_*")]) > 1:
@@ -77,9 +78,13 @@ def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tu
         if steps in (tags := events.Tags()["scalars"]):  # a short run may have ended no episode
             values = {event.step: event.value for event in events.Scalars(returns)} if returns in tags else {}
             points += [(event.wall_time, event.step, values.get(event.step)) for event in events.Scalars(steps)]
-    log = folder / "log.txt"
-    first = log.read_text()[:19] if log.exists() else None
-    start = datetime.datetime.strptime(first, "%Y-%m-%d %H:%M:%S").timestamp() if first else args[0].wall_time if args else points[0][0]
+    if not points:
+        return []
+    starts, log = [event.wall_time for event in args], folder / "log.txt"
+    if log.exists():
+        stamps = re.findall(r"^([\d-]{10} [\d:]{8}) .*\n(?:a new run in|resuming) ", log.read_text(), re.M)
+        starts = [datetime.datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").timestamp() for stamp in stamps]
+    start = max((moment for moment in starts if moment <= points[0][0]), default=points[0][0])  # of the first session that reported
     between, last, result = 0.0, start, []
     for time, step, value in points:
         if time - last > 60 and result:  # reports come every few seconds
@@ -129,7 +134,7 @@ def read(folder: Path):
         return read_events(folder, "charts/SPS", "charts/episodic_return")
     if (folder / "runs").exists():  # CleanRL
         return read_events(folder, "charts/SPS")
-    return read_events(folder, "time/fps")  # Stable-Baselines3
+    return read_events(folder, "time/fps", "rollout/ep_rew_mean")  # Stable-Baselines3
 
 
 def read_population(folder: Path) -> list[dict]:
@@ -137,8 +142,9 @@ def read_population(folder: Path) -> list[dict]:
     goes on with, are of the log."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    rows = []
-    log = re.findall(r"(?:( games)|policy (\d+) \(\w+ (\S+)\) is (?:replaced by policy (\d+))?)", (folder / "log.txt").read_text())
+    rows, sessions = [], re.split("(?= games)", (folder / "log.txt").read_text())[1:]
+    log = "".join(session for session in sessions if " step " in session)  # the others were stopped before their first iteration
+    log = re.findall(r"(?:( games)|policy (\d+) \(\w+ (\S+)\) is (?:replaced by policy (\d+))?)", log)
     for place in sorted(folder.glob("policy_*")):
         policy, events = int(place.name[-2:]), EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
         own = [line for line in log if line[0] or int(line[1]) == policy]
@@ -184,6 +190,8 @@ def rate_of(folder: Path, unit: str) -> dict[str, int | str]:
     points = read(folder)  # of which only those count at which steps were new: a batch may take many seconds
     points = [point for last, point in pairwise([(0.0, 0, None), *points]) if point[1] > last[1]]
     points = [point for point in points if point[0] >= points[0][0] + 20]
+    if len(points) < 2:
+        raise ValueError(f"{folder} is too short for a rate: train for more seconds, or more steps")
     (begin, first, _), (end, last, _) = points[0], points[-1]
     rate = {unit: round(frames_of_step * (last - first) / (end - begin)), "window_seconds": round(end - begin)}
     if (folder / "cfg.json").exists():  # ours
@@ -214,7 +222,13 @@ def main() -> None:
         write_population(out, folders[0])
     elif kind in ("rates", "steps"):
         unit = "steps_per_second" if kind == "steps" else "frames_per_second"
-        write_rates(out, {folder.name: rate_of(folder, unit) for folder in folders}, unit)
+        runs = {}
+        for folder in folders:
+            try:
+                runs[folder.name] = rate_of(folder, unit)
+            except ValueError as error:
+                print(f"left out: {error}", file=sys.stderr)
+        write_rates(out, runs, unit)
     elif kind == "curves" or "/" in kind:
         write_curves(out, {folder.name: curve_of(folder, kind) for folder in folders})
     else:

@@ -10,7 +10,9 @@ if ! names | grep -q "^$name "; then
 fi
 out=$(realpath -m "${2:-runs/$(basename "$0" .sh)_$name}") flags=("${@:3}")
 for variable in SF_PYTHON CLEANRL CLEANRL_PYTHON SB3_PYTHON PUFFERLIB_PYTHON; do
-    [ -z "${!variable:-}" ] || export "$variable=$(realpath -s "${!variable}")"   # -s: a virtual environment's python is a link
+    case $variable:${!variable:-} in   # a python without a slash is looked for on the PATH
+    CLEANRL:?* | *:*/*) export "$variable=$(realpath -s "${!variable}")" ;;   # -s: a virtual environment's python is a link
+    esac
 done
 results=$(realpath -m "${RESULTS:-$(dirname "$0")/results}")
 cd "$(dirname "$0")/.."

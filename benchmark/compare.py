@@ -68,9 +68,12 @@ def rate(command: str, seconds: float) -> float:
 
 def main() -> None:
     options = tyro.cli(Options)
-    commands = dict(command.split(": ", 1) for command in options.commands)
+    commands = dict(command.partition(": ")[::2] for command in options.commands)
+    if len(commands) < len(options.commands) or not all(commands.values()):
+        sys.exit('error: each command is "NAME: COMMAND", with a name of its own')
     if options.seconds < 30:
         sys.exit(f"error: --seconds {options.seconds}: a run needs at least 30 for its rate")
+    about = machine()  # now: files may be edited meanwhile
     rates, names = {name: [] for name in commands}, list(commands)
     for i in range(options.rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
@@ -78,7 +81,7 @@ def main() -> None:
             print(i + 1, name, rates[name][-1], flush=True)
     medians = {name: statistics.median(found) for name, found in rates.items()}
     ratios = {name: round(median / medians[names[0]], 3) for name, median in medians.items()}
-    result = dict(machine=machine(), commands=commands, seconds=options.seconds, frames_per_second=rates, medians=medians, ratios=ratios)
+    result = dict(machine=about, commands=commands, seconds=options.seconds, frames_per_second=rates, medians=medians, ratios=ratios)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(ratios))

@@ -14,15 +14,15 @@ one=${SEEDS:-1} three=${SEEDS:-1 2 3} failed=0
 train() {  # "SEEDS" CSV flags of seeds.py, then -- and a command. A run that fails is named, and the others go on
     local code=0
     run python benchmark/seeds.py --folder "$out" --out "$out/$2" --seeds $1 "${@:3}" "${flags[@]}" || code=$?
-    [ $code -le 1 ] || exit $code   # it was stopped
+    [ $code -le 1 ] || exit $code   # it was stopped, or refused
     [ $code = 0 ] || failed=1
+    return $code
 }
-table() {  # as train, and the CSV file is a result
-    train "$@"
-    run cp "$out/$2" "$results"
+table() {  # as train, and the CSV file is a result if no run has failed
+    ! train "$@" || run cp "$out/$2" "$results"
 }
 collect() {  # curves|TAG CSV: a result of all runs in FOLDER
-    run python benchmark/collect.py "$1" "$results/$2" "$out"/*_[0-9]
+    run python benchmark/collect.py "$1" "$results/$2" "$out"/*_[0-9]*
 }
 peer() {  # NAME SECONDS ENV flags: Sample Factory, for seeds.py
     echo "$1: benchmark/peers/sample_factory.sh $2 $3 {seed} {folder}${4:+ ${*:4}}"

@@ -106,9 +106,14 @@ def when(runs: list[tuple[float, float]]) -> list[str]:
 
 
 def peer_curves(goal: float, *peers: list) -> dict[str, Seeds]:
-    """A goal that was published is a point, without a time."""
-    return {name: read_curves(source[0])[source[1]] if len(source) == 2 else {"": np.array([[0, 1e6 * source[0], goal]])}
-            for name, *source in peers}  # fmt: skip
+    """A goal that was published is a point, without a time. A peer that was not run is left out."""
+    found = {}
+    for name, *source in peers:
+        if len(source) == 1:
+            found[name] = {"": np.array([[0, 1e6 * source[0], goal]])}
+        elif source[1] in (curves := read_curves(source[0])):
+            found[name] = curves[source[1]]
+    return found
 
 
 def learning_table() -> str:

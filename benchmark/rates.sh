@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Speed of training, beside the peers and between settings: commands in alternation, so that a change of the machine's speed meets all of
-# them. Each of three rounds runs every command once; a rate leaves out the first 20 s of a run. Results go to benchmark/results, or to
-# RESULTS. Minutes are those of 2 cores without a GPU; nothing else may run beside it. benchmark/peers/ says how each peer is installed.
+# them. Each of three rounds runs every command once; a rate leaves out the first 20 s after a run's first report. Results go to
+# benchmark/results, or to RESULTS. Minutes are those of 2 cores without a GPU; nothing else may run beside it. benchmark/peers/ says how each peer is installed.
 # Usage: [ROUNDS=3] [RESULTS=FOLDER] [DRY_RUN=1] benchmark/rates.sh NAME [FRESH FOLDER [FLAGS]]
 #   FLAGS are added to every training of ours, for example: --device cuda --num-workers 16
 #   DRY_RUN=1 prints the commands of one round, and runs nothing.
@@ -103,7 +103,7 @@ mujoco() {  # MuJoCo beside Sample Factory, CleanRL and Stable-Baselines3: 35 mi
     for task in HalfCheetah Ant; do
         family=${task,,}
         ours_for "${family}_ours" 500000 appo_mujoco.py --env-id $task-v4
-        alone "${family}_bare" --family mujoco --env-id $task-v4
+        alone "${family}_bare" --family mujoco --env-id $task-v4 --num-envs-per-worker 32
         sample_factory "${family}_sf" 65 "mujoco_$family"
         cleanrl "${family}_cleanrl" ppo_continuous_action.py $task-v4 81920
         stable_baselines3 "${family}_sb3" $task-v4 --steps 131072

@@ -11,7 +11,7 @@
 A setting is a string of flags without their dashes, "" is the command as it stands; "NAME: FLAGS" gives it another name. An axis of the
 grid is a flag and its values, or flags to choose one from ("sync,no-sync"). Every setting is combined with every value of each axis; the
 first seed is trained with all combinations, then with each of --peers, then the next seed. A peer is "NAME: COMMAND", any program whose
-runs collect.py can read; {seed} and {folder} in it are filled in. At most --parallel runs go at once, each on its own share of the cores
+runs collect.py can read; {seed} and {folder} in it are filled in. (Not a population: it has several curves.) At most --parallel runs go at once, each on its own share of the cores
 (and with its own GPU, by CUDA_VISIBLE_DEVICES; where there are fewer GPUs than runs they share them).
 
 The same line again goes on: finished runs, whose curves are in OUT, are not made again, and one that was cut off resumes; another command
@@ -26,7 +26,8 @@ Steps are compared, not minutes. Still, nothing else should run beside it: other
 from a step. OUT has the mean lag of each run.
 
 The table has, for each setting, the median of the steps to each goal (a mean raw return of the last 100 episodes) and how many of the runs
-reached it, the mean return over all steps (the area under the curve) and over the last tenth of them. Ranges are 95 % bootstrap intervals
+reached it, the mean return over all steps (the area under the curve) and over the last tenth of them, which are each run's own: where runs
+end by the clock, settings that are faster are averaged over more steps. Ranges are 95 % bootstrap intervals
 of the mean over seeds; of two or three seeds they are too narrow.
 """
 
@@ -44,13 +45,14 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from collect import machine_and_engines, read, read_events, used_args  # noqa: E402
+from collect import curve_of, machine_and_engines, read_events, used_args  # noqa: E402
 
 COLUMNS = ["setting", "seed", "seconds", "step", "return"]
 
@@ -97,6 +99,11 @@ def commands_of(out: Path) -> dict[str, str]:
     return {about["run"]: about["command"] for about in found}
 
 
+def refuse(sentence: str) -> NoReturn:
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
 class Run:
     """One run: a setting, or a peer, with a seed."""
 
@@ -116,7 +123,7 @@ class Run:
             begun = [line[2:] for line in self.output.read_text().splitlines() if line.startswith("$ ")]
             before = before or (begun[-1] if begun else None)
         if before not in (None, " ".join(self.command)):
-            sys.exit(f"error: {self.name} is there, made by another command ({before}): choose another --folder")
+            refuse(f"{self.name} is there, made by another command ({before}): choose another --folder")
 
     def start(self, options: Options, share: int, executor) -> None:
         """Resumed if it was cut off; on share number `share` of this machine or, with an executor, on Slurm."""
@@ -136,16 +143,21 @@ class Run:
         finally:
             os.sched_setaffinity(0, cores)
 
-    def add_curve(self, out: Path) -> None:
+    def report(self, error: Exception) -> None:
+        """That the run has failed."""
+        last = self.output.read_text().splitlines()[-8:] if self.output.exists() else []
+        print(f"failed: {self.name} ({error}); the end of {self.output}:", *last, sep="\n    ", file=sys.stderr, flush=True)
+
+    def add_curve(self, out: Path, machine: dict) -> None:
         """Raises ValueError when the run has reported nothing."""
-        points = [(round(seconds, 1), step, round(value, 3)) for seconds, step, value in read(self.folder) if value is not None]
+        points = [(round(seconds, 1), step, round(value, 3)) for seconds, step, value in curve_of(self.folder, "curves") if value is not None]
         if not points:
             raise ValueError("no episode was over")
         about = dict(run=self.name, command=" ".join(self.command))
         if (self.folder / "cfg.json").exists():  # one of ours
             lag = statistics.mean(lag for _, _, lag in read_events(self.folder, "charts/SPS", "lag/mean"))
             about |= dict(precision=used_args(self.folder)["precision"], lag=round(lag, 2))
-        about |= machine_and_engines()
+        about |= machine
         new = not out.exists()
         with open(out, "a", newline="") as file:
             writer = csv.writer(file)
@@ -166,13 +178,20 @@ def gpus(share: int, shares: int) -> dict[str, str]:
 
 
 def execute(command: list[str], output: str) -> int:
-    """What a job does. On Slurm all its processes get the signal that ends it; elsewhere the run must be told. SIGUSR2,
-    which submitit has Slurm send a while before the job's time is up, would kill the run: it is told to end instead."""
+    """What a job does. A signal that ends it is passed on to the run: some Slurms send it to all processes of a job, most
+    to this one alone. SIGUSR2, which submitit has Slurm send a while before the job's time is up, would kill the run: it
+    is told to end instead."""
+
+    def end(*_):
+        if "SLURM_JOB_ID" in os.environ:  # a second signal would kill a run that saves itself after the first
+            time.sleep(5)
+        process.terminate()
+
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the run inherits that
     with open(output, "a") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None if "SLURM_JOB_ID" in os.environ else process.terminate())
+        signal.signal(number, end)
     signal.signal(signal.SIGUSR2, lambda *_: process.terminate())
     return process.wait()
 
@@ -195,7 +214,7 @@ def executor_for(parameters: list[str], folder: Path):
     try:
         import submitit
     except ImportError:
-        sys.exit("error: --slurm needs submitit: pip install submitit")
+        refuse("--slurm needs submitit: pip install submitit")
     executor = submitit.AutoExecutor(folder=folder / "jobs")
     general, given = executor._typed_parameters(), {"timeout_min": 24 * 60}
     for parameter in parameters:
@@ -205,7 +224,7 @@ def executor_for(parameters: list[str], folder: Path):
     try:
         executor.update_parameters(**given)
     except (NameError, AssertionError) as error:
-        sys.exit(f"error: --slurm: {error}")
+        refuse(f"--slurm: {error}")
     print(f"submitit runs the jobs: {executor.cluster}", flush=True)
     return executor
 
@@ -218,6 +237,7 @@ def train(command: list[str], options: Options, out: Path) -> int:
             runs.append(Run(setting, seed, options.folder, [*command, *(f"--{flag}" for flag in flags.split())]))
         runs += [Run(name, seed, options.folder, shlex.split(peer), peer=True) for name, peer in peers.items()]
     finished, failed = commands_of(out), 0
+    machine = machine_and_engines()  # now: files may be edited, or another commit checked out, while it runs
     for run in runs:
         run.check(finished)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -229,9 +249,15 @@ def train(command: list[str], options: Options, out: Path) -> int:
         while waiting or running:
             for share in range(options.parallel):
                 if share not in running and waiting:
-                    running[share] = waiting.pop(0)
-                    running[share].start(options, share, executor)
-                    print(f"{time.strftime('%H:%M')} {running[share].name} began, {len(waiting)} are waiting", flush=True)
+                    run = waiting.pop(0)
+                    try:
+                        run.start(options, share, executor)
+                    except OSError as error:  # there is no such program
+                        failed += 1
+                        run.report(error)
+                        continue
+                    running[share] = run
+                    print(f"{time.strftime('%H:%M')} {run.name} began, {len(waiting)} are waiting", flush=True)
             time.sleep(0.2)
             for share, run in list(running.items()):
                 if (code := run.process.poll()) is None:
@@ -240,12 +266,11 @@ def train(command: list[str], options: Options, out: Path) -> int:
                 try:
                     if code:
                         raise ValueError(f"exit code {code}")
-                    run.add_curve(out)
+                    run.add_curve(out, machine)
                     print(f"{time.strftime('%H:%M')} {run.name} is done", flush=True)
                 except (OSError, ValueError, LookupError) as error:
                     failed += 1
-                    last = run.output.read_text().splitlines()[-8:] if run.output.exists() else []
-                    print(f"failed: {run.name} ({error}); the end of {run.output}:", *last, sep="\n    ", file=sys.stderr, flush=True)
+                    run.report(error)
     finally:  # Ctrl-C, SIGTERM
         for run in running.values():
             run.process.terminate()
@@ -290,9 +315,9 @@ def main() -> int:
     out, failed = options.out or options.folder / "curves.csv", 0
     if not options.report:
         if not command:
-            sys.exit("error: the command to run comes after --")
+            refuse("the command to run comes after --")
         if options.parallel < 1:
-            sys.exit(f"error: --parallel {options.parallel}: at least one")
+            refuse(f"--parallel {options.parallel}: at least one")
         failed = train(command, options, out)
     print(table(read_curves(out), options.goals))
     return 1 if failed else 0

@@ -2,15 +2,15 @@
 # Self-play: two policies learn `duel` from each other in a small arena (benchmark/arena.py); then they play against themselves of an
 # early time, and against the game's bots, whom they have never met.
 # Machine: 2 cores without a GPU; takes 90 minutes. Expected: they win nearly all games against both.
-# Usage: benchmark/self_play.sh [FRESH FOLDER]
+# Usage: [RESULTS=FOLDER] benchmark/self_play.sh [FRESH FOLDER]
 set -euo pipefail
 if [[ ${1:-} == -* || $# -gt 1 ]]; then
     sed -n '2,/^set /p' "$0" | sed '$d; s/^# \?//' >&2
     exit 2
 fi
 here=$(cd "$(dirname "$0")" && pwd)
-out=$(realpath -m "${1:-runs/self_play}")
-mkdir -p "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
+out=$(realpath -m "${1:-runs/self_play}") results=$(realpath -m "${RESULTS:-$here/results}")
+mkdir -p "$results" "${out%/*}" && mkdir "$out"   # an error when it exists: an old run would be resumed
 python "$here/arena.py" "$out/arena.wad"
 appo() { python "$here/../appo_pbt_doom.py" --train-dir "$out" "$@"; }
 play() { python "$here/../evaluate.py" "$out/$1" "${@:2}"; }
@@ -30,6 +30,6 @@ for experiment in duel early; do
     jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job"; done
-(cd "$out" && tail -n +1 early_0.txt early_1.txt bots_duel.txt bots_early.txt) | grep -v "^override" | tee "$here/results/self_play.txt"
+(cd "$out" && tail -n +1 early_0.txt early_1.txt bots_duel.txt bots_early.txt) | grep -Ev "^(override|by /)" | tee "$results/self_play.txt"
 play duel --opponents "$out/early" --policies 0 --episodes 1 --save-video
-python "$here/animation.py" "$here/results/self_play.gif" "$out/duel/video.mp4" --height 120 --megabytes 1.5
+python "$here/animation.py" "$results/self_play.gif" "$out/duel/video.mp4" --height 120 --megabytes 1.5

@@ -53,11 +53,13 @@ class Run:
 
     def stop(self) -> None:
         for process in (self.main, *self.others):
-            process.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                process.suspend()
 
     def go_on(self) -> None:
         for process in (self.main, *self.others):
-            process.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def turn(self, seconds: float) -> float:
         """Requests per second. Raises subprocess.CalledProcessError where the run has ended."""
@@ -75,15 +77,17 @@ class Run:
         return sum(process.io_counters().write_count for process in self.others if process.is_running())
 
     def end(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-            self.go_on()
+        self.go_on()
+        with contextlib.suppress(psutil.NoSuchProcess):
             self.main.send_signal(signal.SIGINT)
         self.main.wait()
 
 
 def main() -> None:
     options = tyro.cli(Options)
-    commands = dict(command.split(": ", 1) for command in options.commands)
+    commands = dict(command.partition(": ")[::2] for command in options.commands)
+    if len(commands) < len(options.commands) or not all(commands.values()):
+        sys.exit('error: each command is "NAME: COMMAND", with a name of its own')
     about = machine()  # now: files may be edited meanwhile
     rates = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import csv
+import datetime
 import functools
 import importlib
 import json
@@ -242,7 +243,7 @@ def pretended(tmp_path, monkeypatch):
         for i in range(1, 9):
             for tag, value in {"charts/SPS": 100, "charts/episodic_return": 10 * i, "lag/mean": 1}.items():
                 writer.add_scalar(tag, value, 500 * i, walltime=begin + 5 * i)
-    (run / "log.txt").write_text(time.strftime("%Y-%m-%d %H:%M:%S begin\n", time.localtime(begin)))
+    (run / "log.txt").write_text(time.strftime("%Y-%m-%d %H:%M:%S begin\na new run in x\n", time.localtime(begin)))
     (run / "cfg.json").write_text(json.dumps(dict(resolved=dict(device="cpu", precision="float32", batch_size=1024))))
     rate = tmp_path / "made" / "rate.json"
     rate.write_text(json.dumps(dict(frameskip=4, results=[dict(workers=2, frames_per_second=4000)])))
@@ -305,6 +306,42 @@ def test_a_curve_of_the_base_counts_from_the_start_of_its_actors(tmp_path):
     (tmp_path / "cfg.json").write_text(json.dumps(dict(file="appo_gym.py", args=dict(device="cpu", batch_size=256))))
     assert collect.read(tmp_path) == [(5, 500, 1), (10, 1000, 2), (15, 1500, 3)]
     assert collect.used_args(tmp_path) == dict(device="cpu", batch_size=256, precision="float32")
+
+
+def test_a_session_that_reported_nothing_takes_no_time(tmp_path):
+    """Ctrl-C before the first report, and the same command a day later."""
+    log = "{}-01 10:00:00 basic: 2 workers\na new run in /x\n{}-02 10:00:00 basic: 2 workers\na new run in /x\n"
+    (tmp_path / "log.txt").write_text(log.format("2026-11", "2026-11"))
+    start = datetime.datetime(2026, 11, 2, 10).timestamp()
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("charts/SPS", 100, 500, walltime=start + 7)
+    assert [(seconds, step) for seconds, step, _ in collect.read_events(tmp_path, "charts/SPS")] == [(7, 500)]
+
+
+def test_a_population_that_was_stopped_at_its_start_has_a_history(tmp_path):
+    games = "2026-11-01 10:00:00 basic: 2 policies, 2 workers of 4 games\na new run in /x\n"
+    (tmp_path / "log.txt").write_text(2 * games + "2026-11-01 10:01:00 step 100: return 1.00, 50 frames/s\n")
+    with SummaryWriter(str(tmp_path / "policy_00")) as writer:
+        writer.add_scalar("pbt/learning_rate", 0.5, 4)
+    assert collect.read_population(tmp_path) == [dict(step=4, policy=0, weights_of=0, objective="", learning_rate=0.5)]
+
+
+def test_a_run_that_is_too_short_for_a_rate_is_left_out(tmp_path, monkeypatch, capsys):
+    for name, seconds in (("short", 20), ("long", 60)):
+        with SummaryWriter(str(tmp_path / f"x_{name}_1")) as writer:
+            for i in range(0, seconds, 5):
+                writer.add_scalar("time/fps", 100, 500 * i, walltime=1000 + i)
+    monkeypatch.setattr(sys, "argv", ["collect.py", "steps", str(tmp_path / "out.json"), *map(str, tmp_path.glob("x_*"))])
+    collect.main()
+    assert json.loads((tmp_path / "out.json").read_text())["medians"] == {"x_long": 500}
+    assert "left out: " in (error := capsys.readouterr().err) and "x_short_1 is too short for a rate" in error
+
+
+@pytest.mark.parametrize("script", ["compare.py", "turns.py"])
+def test_two_commands_have_names_of_their_own(script, tmp_path):
+    for commands in (["python x.py", "b: python y.py"], ["a: python x.py", "a: python y.py"]):
+        done = subprocess.run([sys.executable, BENCHMARK / script, "--out", tmp_path / "out", *commands], capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr == 'error: each command is "NAME: COMMAND", with a name of its own\n'
 
 
 def test_a_population_has_no_single_curve(tmp_path):

@@ -220,6 +220,16 @@ def test_update_of_a_users_file(repository):
     assert mine.read_text() == text
 
 
+def test_a_users_copy_in_a_fork(repository):
+    """Git has written its own version where the copied one was: what the user changed is not lost."""
+    mine = change(DOOM, RATE)
+    repository.commit(appo_mine=mine)
+    assert f"# appo_doom.py $Id: {repository.version('appo_mine')} $\n" in (repository.folder / "appo_mine.py").read_text()
+    repository.commit(appo_doom=change(DOOM, STEPS))
+    assert "nearest to appo_doom.py" in repository.carry("--update", "appo_mine.py")
+    assert repository.read("appo_mine_updated").split("$Id$")[1] == change(mine, STEPS).split("$Id$")[1]
+
+
 @pytest.mark.parametrize("line", ["# appo_doom.py $Id$\n", f"# appo_doom.py $Id: {'7' * 40} $\n", ""])
 def test_without_a_version_the_nearest_is_taken(repository, line):
     second = change(DOOM, STEPS)
@@ -337,13 +347,27 @@ def test_a_line_that_drifts_in_functions_that_differ_anyway():
 
 
 def test_a_carried_change_that_was_thrown_away_is_carried_again(repository):
-    """As after a conflict that was too much: what is as in HEAD has got nothing."""
+    repository.write(appo_doom=change(DOOM, STEPS))
+    assert repository.carry().count("changes of") == 2
+    repository.git("checkout", "appo_atari.py")
+    assert "appo_atari.py: changes of appo_doom.py carried" in repository.carry()
+    repository.git("checkout", "appo_atari.py", "appo_doom.py")
+    repository.carry()
+    assert repository.read("appo_atari") == ATARI
+
+
+def test_a_conflict_may_be_resolved_by_keeping_the_edits_own_line(repository):
+    """The usual one: another default in the base, where the edit has its own. It does not come back, and the files below go on."""
     repository.write(appo_doom=change(DOOM, GAMES))
     assert "conflicts: 1" in repository.carry(code=1)
     repository.git("checkout", "appo_atari.py")
-    assert "conflicts: 1" in repository.carry(code=1)
-    repository.git("checkout", "appo_atari.py", "appo_doom.py")
-    assert "no new changes" in repository.carry()
+    output = repository.carry()
+    assert "appo_atari.py: no new changes of appo_doom.py; conflicts were resolved by keeping it" in output and "conflicts: 1" not in output
+    assert repository.read("appo_atari") == ATARI and (repository.folder / "tests/agreement.txt").exists()
+    repository.write(appo_doom=change(DOOM, GAMES, STEPS))
+    assert "appo_atari.py: changes of appo_doom.py carried; conflicts: 0" in repository.carry()
+    assert repository.read("appo_atari") == change(ATARI, STEPS)
+    assert "conflicts: 1" in repository.carry("--since", "HEAD", code=1)
 
 
 def test_nothing_new_is_no_update(repository):

@@ -82,7 +82,7 @@ def sample_factory(folder, seconds: int, frames_per_second: int) -> None:
 def ours(folder, seconds: int, steps_per_second: int) -> None:
     (folder / "cfg.json").parent.mkdir(parents=True)
     (folder / "cfg.json").write_text('{"resolved": {"device": "cpu", "precision": "float32", "batch_size": 32}}')
-    (folder / "log.txt").write_text(f"{datetime.datetime.fromtimestamp(0)} begin\n")
+    (folder / "log.txt").write_text(f"{datetime.datetime.fromtimestamp(0)} begin\na new run in x\n")
     with SummaryWriter(str(folder)) as writer:
         for i in range(5, seconds, 5):
             writer.add_scalar("charts/SPS", 1, i * steps_per_second, walltime=i)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from torch.utils.tensorboard import SummaryWriter
 
 from edited import REPORTS, ROOT, edited
 from forked import python
@@ -30,7 +31,7 @@ def line(tmp_path, *flags):
 def another(command, tmp_path) -> str:
     """What the script answers to the same runs with one flag more."""
     done = python(*command, "--vf-coef", "0.3", folder=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     return done.stdout.partition(" (")[0]
 
 
@@ -118,8 +119,27 @@ echo "sf $1 $2" >> order
 
 def test_a_run_without_a_curve_does_not_end_the_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = seeds.Options(seeds=[1], settings=[], peers=["x: true", "y: touch y"], folder=tmp_path / "runs", out=tmp_path / "out.csv")
-    assert seeds.train([], options, options.out) == 2 and Path("y").exists()
+    peers = ["x: true", "there-is-none: no-such-program", "y: touch y"]
+    options = seeds.Options(seeds=[1], settings=[], peers=peers, folder=tmp_path / "runs", out=tmp_path / "out.csv")
+    assert seeds.train([], options, options.out) == 3 and Path("y").exists()
+
+
+def test_cleanrl_and_stable_baselines3_are_peers(tmp_path):
+    """Of CleanRL's returns of single episodes the means, of Stable-Baselines3 the means that it logs itself."""
+    runs = {name: seeds.Run(name, 1, tmp_path, [name], peer=True) for name in ("cleanrl", "sb3")}
+    with SummaryWriter(str(runs["cleanrl"].folder / "runs" / "x")) as writer:
+        for i in range(4):
+            writer.add_scalar("charts/SPS", 100, 100 * i, walltime=1000 + i)
+            writer.add_scalar("charts/episodic_return", 10 * i, 100 * i, walltime=1000 + i)
+    with SummaryWriter(str(runs["sb3"].folder)) as writer:
+        for i in range(4):
+            writer.add_scalar("time/fps", 100, 100 * i, walltime=1000 + i)
+            writer.add_scalar("rollout/ep_rew_mean", 10 * i, 100 * i, walltime=1000 + i)
+    for run in runs.values():
+        run.add_curve(tmp_path / "out.csv", {})
+    curves = seeds.read_curves(tmp_path / "out.csv")
+    assert curves["cleanrl"][1].tolist() == [[i, 100 * i, 5 * i] for i in range(4)]
+    assert curves["sb3"][1].tolist() == [[i, 100 * i, 10 * i] for i in range(4)]
 
 
 def test_shares_of_a_machine(monkeypatch):
@@ -140,15 +160,16 @@ def test_through_submitit(tmp_path):
     assert done.returncode == 1 and "submitit runs the jobs: local" in done.stdout and "| default | 1 |" in done.stdout
     assert "failed: no-such-flag_1_1 (exit code 2)" in done.stdout and "Unrecognized" in done.stdout
     wrong = python(*line(tmp_path, "--slurm", "no-such-parameter=1"), folder=tmp_path)
-    assert wrong.returncode == 1 and "error: --slurm: Unknown argument 'no_such_parameter'" in wrong.stdout
+    assert wrong.returncode == 2 and "error: --slurm: Unknown argument 'no_such_parameter'" in wrong.stdout
 
 
 def test_before_a_job_has_used_up_its_time_its_run_is_told_to_end(tmp_path):
-    """Slurm sends SIGUSR2 to all processes of a job; of these the run must get SIGTERM alone."""
-    run = "import os, signal, time; time.sleep(1); [os.kill(pid, signal.SIGUSR2) for pid in (os.getpid(), os.getppid())]; time.sleep(20)"
-    job = f"import sys, seeds; sys.exit(100 - seeds.execute([sys.executable, '-c', {run!r}], {str(tmp_path / 'out')!r}))"
-    done = subprocess.run([sys.executable, "-c", job], cwd=ROOT / "benchmark", env=os.environ | {"SLURM_JOB_ID": "1"}, timeout=60)
-    assert done.returncode == 100 + signal.SIGTERM
+    """Slurm sends SIGUSR2 to all processes of a job, and of other signals some Slurms none to the run: it must get SIGTERM alone."""
+    for sent in ("[os.kill(pid, signal.SIGUSR2) for pid in (os.getpid(), os.getppid())]", "os.kill(os.getppid(), signal.SIGTERM)"):
+        run = f"import os, signal, time; time.sleep(1); {sent}; time.sleep(20)"
+        job = f"import sys, seeds; sys.exit(100 - seeds.execute([sys.executable, '-c', {run!r}], {str(tmp_path / 'out')!r}))"
+        done = subprocess.run([sys.executable, "-c", job], cwd=ROOT / "benchmark", env=os.environ | {"SLURM_JOB_ID": "1"}, timeout=60)
+        assert done.returncode == 100 + signal.SIGTERM
 
 
 def test_the_table():
