@@ -260,6 +260,12 @@ mujoco_lag() {  # what lag does, with and without the KL penalty: 12 minutes
         -- python appo_mujoco.py --env-id HalfCheetah-v4 --total-timesteps 500000 --num-epochs 8
 }
 
+# Expected: HalfCheetah learns four times as much with the smaller one, Walker2d less.
+mujoco_stddev() {  # the deviation that actions begin with, on three tasks: 16 minutes, two runs at a time
+    table "$three" initial_stddev.csv --parallel 2 --grid env-id=HalfCheetah-v5,Hopper-v5,Walker2d-v5 --settings initial-stddev=0.5 "" \
+        -- python appo_mujoco.py --total-timesteps 1000000
+}
+
 # The published table has more seeds of some settings, and not every task of others; it is older, and counts the games of one of two
 # workers. What it tried beyond these, no flag does today: values that are not normalised, other iterations ahead, other deviations.
 mujoco_settings() {  # how the defaults were chosen: 2.4 hours
