@@ -1245,7 +1245,7 @@ def save_checkpoint(folder: Path, learner: Learner):
     best_return = learner.best_return
     if len(returns) == 100 and np.mean(returns) > best_return:
         best_return = float(np.mean(returns))
-        names.insert(0, "best.pth")
+        names.insert(0, "best.pth")  # before the checkpoint, which has its return
     content = dict(
         agent=learner.agent.state_dict(),
         optimizer=learner.optimizer.state_dict(),
@@ -1259,6 +1259,7 @@ def save_checkpoint(folder: Path, learner: Learner):
         (folder / "saving.tmp").write_bytes(buffer.getbuffer())
         os.replace(folder / "saving.tmp", folder / name)
     learner.best_return = best_return  # only now: writing may fail
+    # By when they were written: a damaged one that was passed over may have more steps
     for old in sorted(folder.glob("checkpoint_*.pth"), key=os.path.getmtime)[: -learner.args.keep_checkpoints]:
         old.unlink()
 

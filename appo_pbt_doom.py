@@ -1935,7 +1935,7 @@ def save_checkpoint(folder: Path, population: Population):
         returns = [episode[0] for episode in learner.policy.episodes.copy()]
         if len(returns) == 100 and np.mean(returns) > best_return:
             best_return = float(np.mean(returns))
-            names[:-1] = ["best.pth"]
+            names[:-1] = ["best.pth"]  # before the checkpoint, which has its return
         own = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), genes=learner.genes)
         policies.append(own | dict(version=learner.policy.version, global_step=learner.global_step))
     content = dict(
@@ -1951,6 +1951,7 @@ def save_checkpoint(folder: Path, population: Population):
         os.replace(folder / "saving.tmp", folder / name)
     population.best_return = best_return  # only now: writing may fail
     args = population.args
+    # By when they were written: a damaged one that was passed over may have more steps
     for old in sorted(folder.glob("checkpoint_*.pth"), key=os.path.getmtime)[: -args.keep_checkpoints]:
         old.unlink()
 

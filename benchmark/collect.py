@@ -143,7 +143,7 @@ def read_population(folder: Path) -> list[dict]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     rows, sessions = [], re.split("(?= games)", (folder / "log.txt").read_text())[1:]
-    log = "".join(session for session in sessions if " step " in session)  # the others were stopped before their first iteration
+    log = "".join(session for session in sessions if re.search(r"\d step [\d,]+: ", session))  # not of those without an iteration
     log = re.findall(r"(?:( games)|policy (\d+) \(\w+ (\S+)\) is (?:replaced by policy (\d+))?)", log)
     for place in sorted(folder.glob("policy_*")):
         policy, events = int(place.name[-2:]), EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()

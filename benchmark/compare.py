@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,11 +67,17 @@ def rate(command: str, seconds: float) -> float:
     return total
 
 
+def by_name(typed: Sequence[str]) -> dict[str, str]:
+    """The commands. Exits where one has no name, or another's."""
+    commands = dict(command.partition(": ")[::2] for command in typed)
+    if len(commands) < len(typed) or not all(commands.values()):
+        sys.exit('error: each command is "NAME: COMMAND", with a name of its own')
+    return commands
+
+
 def main() -> None:
     options = tyro.cli(Options)
-    commands = dict(command.partition(": ")[::2] for command in options.commands)
-    if len(commands) < len(options.commands) or not all(commands.values()):
-        sys.exit('error: each command is "NAME: COMMAND", with a name of its own')
+    commands = by_name(options.commands)
     if options.seconds < 30:
         sys.exit(f"error: --seconds {options.seconds}: a run needs at least 30 for its rate")
     about = machine()  # now: files may be edited meanwhile

@@ -23,7 +23,8 @@ from pathlib import Path
 import psutil
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+from compare import by_name  # noqa: E402
 from dummy_sampler import machine  # noqa: E402
 
 SETTLE = 0.4  # seconds after a run goes on, before its requests are counted
@@ -85,9 +86,7 @@ class Run:
 
 def main() -> None:
     options = tyro.cli(Options)
-    commands = dict(command.partition(": ")[::2] for command in options.commands)
-    if len(commands) < len(options.commands) or not all(commands.values()):
-        sys.exit('error: each command is "NAME: COMMAND", with a name of its own')
+    commands = by_name(options.commands)
     about = machine()  # now: files may be edited meanwhile
     rates = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -320,7 +320,8 @@ def test_a_session_that_reported_nothing_takes_no_time(tmp_path):
 
 def test_a_population_that_was_stopped_at_its_start_has_a_history(tmp_path):
     games = "2026-11-01 10:00:00 basic: 2 policies, 2 workers of 4 games\na new run in /x\n"
-    (tmp_path / "log.txt").write_text(2 * games + "2026-11-01 10:01:00 step 100: return 1.00, 50 frames/s\n")
+    report = "2026-11-01 10:01:00 step 100: return 1.00, 50 frames/s\n"
+    (tmp_path / "log.txt").write_text(2 * games + report + games.replace("a new run in /x", "resuming /x at step 100"))
     with SummaryWriter(str(tmp_path / "policy_00")) as writer:
         writer.add_scalar("pbt/learning_rate", 0.5, 4)
     assert collect.read_population(tmp_path) == [dict(step=4, policy=0, weights_of=0, objective="", learning_rate=0.5)]
