@@ -52,9 +52,10 @@ soak() {  # PID CSV: memory, files and processes of the training that PID starts
 # ---- names
 
 # The goal is a mean return of 75. Needs SF_PYTHON. Expected: ours within 100,000 steps.
-basic() {  # ViZDoom's basic, three seeds of ours and of Sample Factory: 25 minutes
-    table "$three" learning_basic.csv --goals 75 --settings ours: --peers "$(peer sf 330 doom_basic)" -- python appo_doom.py \
-        --env-id basic --total-timesteps 160000
+basic() {  # ViZDoom's basic, five seeds of ours and three of Sample Factory: 27 minutes
+    local ours=(--settings ours: -- python appo_doom.py --env-id basic --total-timesteps 160000)
+    table "$three" learning_basic.csv --goals 75 --peers "$(peer sf 330 doom_basic)" "${ours[@]}"
+    table "${SEEDS:-4 5}" learning_basic.csv --goals 75 "${ours[@]}"
 }
 
 # To lay beside `basic`. Expected: 75 within 120,000 steps, later than without --sync.
@@ -69,6 +70,12 @@ battle() {  # battle beside Sample Factory: 3.5 hours
     table "$three" learning_battle.csv --goals 10 --peers "$(peer sf 1790 doom_battle)" "${ours[@]}"
     table "${SEEDS:-4 5}" learning_battle.csv --goals 10 "${ours[@]}"
     table "$one" learning_battle.csv --goals 10 --peers "$(peer sf-4e-4 1790 doom_battle --learning_rate=4e-4)" "${ours[@]}"
+}
+
+# In bfloat16 where the CPU has it. Expected: about half reach 10 kills.
+battle_seeds() {  # battle, ten seeds of the default: 70 minutes
+    table "${SEEDS:-1 2 3 4 5 6 7 8 9 10}" battle_seeds.csv --goals 5 10 --settings ours: -- python appo_doom.py --env-id battle \
+        --total-timesteps 600000
 }
 
 # The published run is seed 1 of `battle`, resumed. Expected: 30 kills, or 23, after 12 million frames.
@@ -237,8 +244,8 @@ replay_settings() {  # the coefficient of the loss of replayed samples, on Break
 
 # Steps and seconds to the goal: where Gymnasium says that an environment is solved. Needs SB3_PYTHON, and box2d and minigrid here and
 # there.
-gym() {  # five environments beside Stable-Baselines3: 14 minutes
-    run python benchmark/peers/gym_goals.py --sb3-python "${SB3_PYTHON:-python}" --rounds "$(wc -w <<< "$three")" \
+gym() {  # five environments, five seeds, beside Stable-Baselines3: 25 minutes
+    run python benchmark/peers/gym_goals.py --sb3-python "${SB3_PYTHON:-python}" --rounds "$(wc -w <<< "${SEEDS:-1 2 3 4 5}")" \
         --out "$results/gym_learning.csv" -- "${flags[@]}"
 }
 
@@ -246,6 +253,10 @@ gym() {  # five environments beside Stable-Baselines3: 14 minutes
 mujoco() {  # five MuJoCo tasks, three million steps and one million: 50 minutes a seed
     table "$three" mujoco.csv --grid env-id=HalfCheetah-v4,Hopper-v4,Walker2d-v4,Ant-v4,HumanoidStandup-v4 --settings "" \
         total-timesteps=1000000 -- python appo_mujoco.py
+}
+mujoco_seeds() {  # HalfCheetah, three million steps, five seeds: 15 minutes, two runs at a time
+    table "${SEEDS:-1 2 3 4 5}" mujoco_seeds.csv --parallel 2 --goals 1443 --grid env-id=HalfCheetah-v4 --settings "" \
+        -- python appo_mujoco.py
 }
 
 # Needs CLEANRL and CLEANRL_PYTHON, installed for MuJoCo.
