@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Self-play: two policies learn `duel` from each other in a small arena (benchmark/arena.py); then they play against themselves of an
 # early time, and against the game's bots, whom they have never met.
-# Machine: 2 cores without a GPU; takes 90 minutes. Expected: they win nearly all games against both.
+# Machine: 2 cores without a GPU; takes an hour. Expected: they win all games against their early selves, and one of them nearly all
+# against the bots.
 # Usage: [RESULTS=FOLDER] benchmark/self_play.sh [FRESH FOLDER]
 set -euo pipefail
 if [[ ${1:-} == -* || $# -gt 1 ]]; then
