@@ -150,7 +150,7 @@ class Args:
     reward_scale: float = 1.0  # rewards are multiplied by this (on top of the scenario's own scale)
     reward_clip: float = 10.0  # then clipped to +- this; inf: not at all
     seed: int = 1  # of the network, of the action sampling and of the environments
-    total_timesteps: int = 1_000_000  # stop after this many steps (frames / frameskip) of each policy, in the mean
+    total_timesteps: int = 1_000_000  # stop when policies have made this many steps (frames / frameskip) in the mean
     train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
     """cuda: all GPUs; cuda:1: one of them; or cpu"""
@@ -185,7 +185,7 @@ class Args:
     """the mean of the last 100 episodes; None: win of a match between agents, frags against bots, else the return"""
     pbt_start_mutation: int = 5_000_000  # steps that the slowest policy makes before the first exchange
     pbt_period_env_steps: int = 1_250_000  # steps that the slowest policy makes between exchanges
-    pbt_replace_fraction: float = 0.3  # share of the population that is best, and that is worst
+    pbt_replace_fraction: float = 0.3  # share of the population that counts as best, and as worst; half at most
     pbt_replace_reward_gap: float = 0.1  # replace by a policy that is better by a larger share of the larger objective
     pbt_mutation_rate: float = 0.15  # chance of each number to change
     pbt_perturb_min: float = 1.05  # smallest factor by which a number is multiplied or divided; what is 0 stays 0
@@ -255,7 +255,7 @@ ENGINE_MEMORY = 3  # MiB of /dev/shm; an engine's file is 10 MiB but sparse: at 
 IMAGE = (72, 128, 3)
 # Read from every engine. USER2 is the number of kills in battle and battle2. All but FRAGCOUNT are at least 0.
 VARIABLES = ("SELECTED_WEAPON", "SELECTED_WEAPON_AMMO", "HEALTH", "USER2")
-VARIABLES += ("ARMOR", "ATTACK_READY", "PLAYER_NUMBER", "PLAYER_COUNT", "DEAD", "DEATHCOUNT", "HITCOUNT", "DAMAGECOUNT")
+VARIABLES += ("ARMOR", "ATTACK_READY", "PLAYER_COUNT", "DEAD", "DEATHCOUNT", "HITCOUNT", "DAMAGECOUNT")
 VARIABLES += (*(f"WEAPON{k}" for k in range(8)), *(f"AMMO{k}" for k in range(8)), "FRAGCOUNT")
 # Settings of the engine, by its names, where a scenario has no other
 SETTINGS = dict(render_hud=True, render_decals=False, render_particles=False)
@@ -457,7 +457,7 @@ class DoomEnv(gym.Env):
 
     def setup(self, env_id):
         if env_id not in SCENARIOS:
-            raise UserError(f"unknown --env-id {env_id}; there are {', '.join(SCENARIOS)}")
+            raise UserError(f"unknown --env-id {env_id}; there are {', '.join(SCENARIOS)}, and PettingZoo's modules")
         self.scenario = SCENARIOS[env_id]
         wads = envpool_assets.asset_path() / "vizdoom" / "maps"  # vizdoom's own, and Sample Factory's battles
         wad = wads / (self.scenario.match and self.args.match_wad or self.scenario.wad)  # that flag's path is absolute
@@ -519,7 +519,7 @@ class DoomEnv(gym.Env):
         image = self.screen.reshape(24, 5, 32, 15)[:, [0, 1, 3], :, :12].reshape(IMAGE)
         if not self.scenario.measurements:
             return dict(obs=image)
-        weapon, ammo, health, kills, armor, ready, _, players = self.variables[:8]
+        weapon, ammo, health, kills, armor, ready, players = self.variables[:7]
         vector = np.zeros(23, np.float32)  # Sample Factory's layout; what single-player games lack stays 0
         vector[[0, 1, 2, 4, 6]] = round(weapon), min(5.0, ammo / 15), health / 30, kills / 10, 1 / 5
         if self.scenario.match:
@@ -782,9 +782,10 @@ def make_game(args: Args, **options):
     if is_doom(args):
         return DoomMatch(args, **options)
     try:
-        return importlib.import_module(args.env_id).parallel_env(**options)
+        parallel_env = importlib.import_module(args.env_id).parallel_env
     except (ImportError, AttributeError) as error:
         raise UserError(f"--env-id {args.env_id}: {error}") from None
+    return parallel_env(**options)
 
 
 def make_envs(args: Args, num_envs: int, shaping=None, **options) -> gym.vector.VectorEnv:
@@ -1228,7 +1229,8 @@ def seat_rows(args: Args, session: int) -> np.ndarray:
     P = args.num_policies
     games = max(1, args.num_workers) * args.num_envs_per_worker
     rng = np.random.default_rng((args.seed, session))
-    shifts = rng.permuted(np.resize(np.arange(P), (args.seats, games // P)), axis=1)
+    all_shifts = np.r_[0, 1 + rng.permutation(P - 1)]
+    shifts = rng.permuted(np.resize(all_shifts, (args.seats, games // P)), axis=1)
     shifts[0] = 0
     policies = (np.arange(P)[:, None] + shifts.T[:, None]).ravel() % P  # of each agent, game by game
     rows = policies.argsort(kind="stable").argsort()  # those of policy 0 come first
@@ -1389,7 +1391,7 @@ class Policy:
         slots = num_blocks(args) * rows_per_group(args)
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, self.device)
         self.state = torch.zeros(num_rows(args), agent.state_size, device=self.device)
-        self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE; `Learner.become` adds a donor's
+        self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE; from `Learner.become` on a donor's
 
     @torch.no_grad()
     def publish(self, version: int):
@@ -1654,8 +1656,9 @@ class Learner:
         return metrics | {"losses/grad_norm": grad_norm}
 
     def become(self, donor: "Learner"):
-        """Goes on with another policy's weights. What was sampled before is too old to be learned from; the recurrent
-        states of its rows stay until their episodes end."""
+        """Goes on with another policy's weights. The version grows by `max_policy_lag`, so what was sampled before is
+        too old to be learned from (`lag/mean` shows it once); the recurrent states of its rows stay until their
+        episodes end."""
         self.agent.load_state_dict(donor.agent.state_dict())
         self.optimizer.load_state_dict(copy.deepcopy(donor.optimizer.state_dict()))
         self.policy.episodes.extend(donor.policy.episodes.copy())  # the returns that these weights have reached
@@ -1672,7 +1675,7 @@ class Population:
         self.args = args
         self.learners = learners
         self.rng = random.Random(args.seed)
-        self.exchanged = 0  # the step of the last exchange
+        self.exchanged = 0  # the step of the slowest policy at the last exchange
         self.best_return = -np.inf  # of best.pth
         self.defaults = {name: getattr(args, name) for name in TUNED} | shaping_of(args)
         settings = settings_of(args)
@@ -1702,9 +1705,9 @@ class Population:
 
     def exchange(self) -> list[str]:
         """Called between iterations. When all policies have made enough steps since the last exchange, and have 100
-        episodes of this session (a donor's count), the best go on as they are; each of the worst becomes a mutated copy
-        of one of the best, if the gap is large enough; all others are mutated. Policy 0 can be replaced, but never
-        mutates. Returns what it did."""
+        episodes of this session (taken over from a donor or not), the best go on as they are; each of the worst becomes
+        a mutated copy of one of the best, if the gap is large enough; all others are mutated. Policy 0 can be replaced,
+        by an exact copy, but never mutates. Returns what it did."""
         args = self.args
         learners = self.learners
         step = min(learner.global_step for learner in learners)
@@ -2015,7 +2018,7 @@ class Reporter:
 
     def now(self):
         steps = {learner: learner.global_step for learner in self.learners}
-        return Counter(self.inference.counts | steps, seconds=time.monotonic())
+        return Counter({**self.inference.counts, **steps}, seconds=time.monotonic())
 
     def update(self, metrics, lines):
         """Called after every iteration, with its metrics and what an exchange did. Reports every `SECONDS`."""
@@ -2170,6 +2173,7 @@ def saved_args(folder: Path) -> Args:
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
+    sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
     args = tyro.cli(Args)
     if args.experiment is None:
         args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"

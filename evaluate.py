@@ -435,6 +435,7 @@ def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...],
         raise
     except BaseException:  # such as the death of an engine, for which those of the other players may wait for ever
         traceback.print_exc()
+        sys.stdout.flush()
         os._exit(1)
     return print_results(module.EPISODE, names, table, played)
 

@@ -119,6 +119,19 @@ def test_every_policy_has_the_same_share_and_meets_the_others_as_often(policies,
         assert (rows != appo.seat_rows(args, session=1)).any()
 
 
+def test_another_session_has_other_pairs(monkeypatch):
+    """Eight policies in sixteen games: in one session each meets four others, in many all."""
+    monkeypatch.setattr(appo.Args, "seats", 2)
+    args = appo.Args(num_policies=8, num_envs_per_worker=8, worker_num_splits=1, num_workers=2, device="cpu")
+
+    def pairs(session):
+        table = appo.seat_rows(args, session).reshape(-1, 2) // appo.num_rows(args)
+        return {frozenset(game) for game in table.tolist()}
+
+    met = [pairs(session) for session in range(40)]
+    assert met[0] != met[1] and len(set.union(*met)) == 8 * 7 / 2, "all of two policies, none of one with itself"
+
+
 class Pipeline:
     """Actors and the inference thread, with the test in the place of the learners."""
 
@@ -908,6 +921,19 @@ def appo_loss(*arguments):
     assert r.wait(90) == 2
     assert re.fullmatch(r"error: the loss \(nan\) .* is not finite.*", r.text().strip().splitlines()[-1]), r.text()[-2000:]
     assert "Traceback" not in r.text() and [policy["version"] for policy in newest(tmp_path / "e")["policies"]] == [9, 9]
+
+
+def test_a_game_of_ones_own_is_found_where_the_user_is(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    imports = "import gymnasium as gym\nimport numpy as np\n"
+    (tmp_path / "mine/tag.py").write_text(imports + COUNTING + "\n\nparallel_env = Env\n")
+    (tmp_path / "mine/broken.py").write_text(imports + COUNTING + "\n\ndef parallel_env():\n    return Env().missing\n")
+    flags = ["--env-id", "mine.tag", *SMALL, "--num-workers", "1", "--total-timesteps", "300"]
+    done = python(SCRIPT, *flags, "--train-dir", tmp_path, folder=tmp_path)
+    assert done.returncode == 0 and "\ndone: " in done.stdout, done.stdout
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AttributeError, match="missing"):  # a mistake in it, with its place
+        appo.make_game(appo.Args(env_id="mine.broken", device="cpu"))
 
 
 @pytest.mark.parametrize("flags, answer", [
