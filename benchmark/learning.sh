@@ -56,7 +56,7 @@ basic() {  # ViZDoom's basic, three seeds of ours and of Sample Factory: 25 minu
     table "$three" learning_basic.csv --goals 75 --settings ours: --peers "$(peer sf 330 doom_basic)" -- python appo_doom.py \
         --env-id basic --total-timesteps 160000
 }
-basic_seeds() {  # basic, five seeds of the default: 10 minutes
+basic_seeds() {  # basic, five seeds of the default: 12 minutes
     table "${SEEDS:-1 2 3 4 5}" basic_seeds.csv --goals 75 --settings ours: -- python appo_doom.py --env-id basic --total-timesteps 160000
 }
 
