@@ -1229,7 +1229,7 @@ def seat_rows(args: Args, session: int) -> np.ndarray:
     P = args.num_policies
     games = max(1, args.num_workers) * args.num_envs_per_worker
     rng = np.random.default_rng((args.seed, session))
-    all_shifts = np.r_[0, 1 + rng.permutation(P - 1)]
+    all_shifts = np.r_[0, 1 + rng.permutation(P - 1)]  # 0 for seat 0: where games are few, nobody plays only itself
     shifts = rng.permuted(np.resize(all_shifts, (args.seats, games // P)), axis=1)
     shifts[0] = 0
     policies = (np.arange(P)[:, None] + shifts.T[:, None]).ravel() % P  # of each agent, game by game

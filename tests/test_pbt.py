@@ -120,7 +120,7 @@ def test_every_policy_has_the_same_share_and_meets_the_others_as_often(policies,
 
 
 def test_another_session_has_other_pairs(monkeypatch):
-    """Eight policies in sixteen games: in one session each meets four others, in many all."""
+    """Eight policies in sixteen games: in one session each meets four others at most, in many all."""
     monkeypatch.setattr(appo.Args, "seats", 2)
     args = appo.Args(num_policies=8, num_envs_per_worker=8, worker_num_splits=1, num_workers=2, device="cpu")
 
