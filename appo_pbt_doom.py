@@ -23,7 +23,7 @@ An edit of appo_doom.py. What differs:
   iterations and steps are counted for each; a checkpoint has all of them; a report for each;
 - with `--device cuda` policy p has GPU p modulo their number; each device has a thread in which its learners take
   turns, in the default stream;
-- games have PettingZoo's parallel API (`make_game`, `Games`): Doom, alone or as a match of several engines
+- games have PettingZoo's parallel API (`make_game`): Doom, alone or as a match of several engines
   (`DoomMatch`), whose output is not shown; or PettingZoo's, whose pictures are made smaller. Only Doom needs vizdoom;
 - who plays where (`seat_rows`); a third flag, `inactive`; the shaping and scores of matches (`DoomEnv`);
 - bar and log show the objective;
@@ -699,74 +699,6 @@ def smaller(part):
     return part.astype(np.float32).flatten()
 
 
-class Games(gym.vector.VectorEnv):
-    """Games with PettingZoo's parallel API as one vector environment: the agents of the first game, then those of the
-    second, and so on. An agent that leaves before the others, or is not there yet, is truncated step by step: these
-    steps are invalid."""
-
-    metadata = dict(autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
-
-    def __init__(self, games: list, shaping=None):
-        """shaping(row): coefficients for the next episode of the agent in that row. Raises UserError."""
-        self.games = games
-        self.shaping = shaping
-        self.agents = games[0].possible_agents
-        self.num_envs = len(games) * len(self.agents)
-        spaces = {(str(games[0].observation_space(agent)), str(games[0].action_space(agent))) for agent in self.agents}
-        if len(spaces) > 1:
-            raise UserError(f"unsupported: agents with different spaces, {spaces}")
-        self.action = games[0].action_space(self.agents[0])
-        self.discrete = isinstance(self.action, Discrete)
-        self.single_action_space = MultiDiscrete([self.action.n]) if self.discrete else self.action
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
-        parts = {}
-        for name, space in by_name(games[0].observation_space(self.agents[0])).items():
-            if not isinstance(space, Box):
-                raise UserError(f"unsupported: an observation {name} of {space}")
-            low = smaller(space.low)
-            parts[name] = Box(low, smaller(space.high), dtype=low.dtype)
-        self.single_observation_space = Dict(parts)
-        self.observation = gym.vector.utils.create_empty_array(self.single_observation_space, self.num_envs)
-
-    def reset(self, *, seed=None, options=None):
-        """`absent`, in info: agents that are not there yet."""
-        self.over = [True] * len(self.games)  # they begin anew
-        observation, _, _, absent, info = self.step(None, seed)
-        return observation, info | dict(absent=absent)
-
-    def step(self, actions: np.ndarray, seed=None):
-        """A game that is over begins anew, and its actions are ignored."""
-        rewards = np.zeros(self.num_envs)
-        terminated = np.zeros(self.num_envs, bool)
-        truncated = np.zeros(self.num_envs, bool)
-        info = {name: np.zeros(self.num_envs) for name in ("raw_reward", "inactive", *OWN_SUMS)}
-        for g, game in enumerate(self.games):
-            rows = {agent: g * len(self.agents) + i for i, agent in enumerate(self.agents)}
-            if self.over[g]:
-                shaping = {agent: self.shaping(i) for agent, i in rows.items()} if self.shaping else {}
-                observations, infos = game.reset(None if seed is None else seed + g, dict(shaping=shaping))
-                results = {}, {}, {}
-            else:
-                chosen = {agent: actions[rows[agent]] for agent in game.agents}
-                if self.discrete:
-                    chosen = {agent: int(action[0]) + self.action.start for agent, action in chosen.items()}
-                observations, *results, infos = game.step(chosen)
-            self.over[g] = not game.agents
-            for agent, i in rows.items():
-                rewards[i], terminated[i], truncated[i] = (result.get(agent, 0) for result in results)
-                truncated[i] |= agent not in observations
-                for name, part in by_name(observations.get(agent, {})).items():
-                    self.observation[name][i] = smaller(part)
-                own = dict(raw_reward=rewards[i]) | infos.get(agent, {})
-                for name, values in info.items():
-                    values[i] = own.get(name, 0)
-        return self.observation, rewards, terminated, truncated, info
-
-    def close_extras(self, **kwargs):
-        for game in self.games:
-            game.close()
-
-
 def is_doom(args: Args) -> bool:
     return bool(args.cfg_path) or "." not in args.env_id
 
@@ -788,11 +720,6 @@ def make_game(args: Args, **options):
     return parallel_env(**options)
 
 
-def make_envs(args: Args, num_envs: int, shaping=None, **options) -> gym.vector.VectorEnv:
-    """The games of one split of a worker; options are for each."""
-    return Games([make_game(args, **options) for _ in range(num_envs)], shaping)
-
-
 class Spaces(NamedTuple):
     """What the pipeline needs to know of the environments."""
 
@@ -801,16 +728,23 @@ class Spaces(NamedTuple):
 
 
 def spaces_of(args: Args) -> Spaces:
-    """The spaces of what `make_envs` returns. Raises UserError where the pipeline does not support them."""
-    with contextlib.closing(make_envs(args, 1)) as envs:
-        obs = envs.single_observation_space
-        action = envs.single_action_space
-        mode = envs.metadata.get("autoreset_mode")
-    if mode != gym.vector.AutoresetMode.NEXT_STEP:
-        raise UserError(f"make_envs must return environments with AutoresetMode.NEXT_STEP, not {mode}")
-    if not isinstance(obs, Dict) or not isinstance(action, MultiDiscrete):
-        raise UserError(f"unsupported spaces, {obs} and {action}: they must be a Dict and MultiDiscrete")
-    return Spaces(dict(obs), tuple(action.nvec.tolist()))
+    """The spaces of what `make_game` returns. Raises UserError where the pipeline does not support them."""
+    with contextlib.closing(make_game(args)) as game:
+        spaces = [(game.observation_space(agent), game.action_space(agent)) for agent in game.possible_agents]
+    if len(set(map(str, spaces))) > 1:
+        raise UserError(f"unsupported: agents with different spaces, {spaces}")
+    obs, action = spaces[0]
+    parts = {}
+    for name, space in by_name(obs).items():
+        if not isinstance(space, Box):
+            raise UserError(f"unsupported: an observation {name} of {space}")
+        low = smaller(space.low)
+        parts[name] = Box(low, smaller(space.high), dtype=low.dtype)
+    if isinstance(action, Discrete):
+        return Spaces(parts, (int(action.n),))
+    if not isinstance(action, MultiDiscrete):
+        raise UserError(f"unsupported: actions of {action}")
+    return Spaces(parts, tuple(action.nvec.tolist()))
 
 
 # === Agent ============================================================================================================
@@ -1063,7 +997,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
     the moment of acting is one more field of `Rollouts`, written in `Policy.act`. If it is in the environment's `info`,
-    it is also a field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Policy.store` (what tells of a step's
+    it is also a field of `Mailbox`, written in `WorkerEnvs.write` and copied in `Policy.store` (what tells of a step's
     outcome at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     used = valid * ~batch.inactive[:-1] * (batch.lags < args.max_policy_lag)
@@ -1241,48 +1175,68 @@ def seat_rows(args: Args, session: int) -> np.ndarray:
 
 
 class WorkerEnvs:
-    """The environments of one split of a worker. `reset` and `step` write the group's rows of the mailbox; from then on
-    the rows belong to the caller, until it has filled in the actions and calls `step` again."""
+    """The games of one split of a worker. `reset` and `step` write the group's rows of the mailbox; from then on the
+    rows belong to the caller, until it has filled in the actions and calls `step` again. An agent that leaves before
+    the others, or is not there yet, is truncated step by step: these steps are invalid."""
 
-    def __init__(self, args: Args, rows: np.ndarray, mailbox: SimpleNamespace, seed: int):
-        """rows: of its agents; mailbox: its arrays. Game i is seeded with seed + i."""
+    def __init__(self, args: Args, rows: np.ndarray, mailbox: SimpleNamespace, seed: int, **options):
+        """rows: of the agents of the first game, then of the second, and so on; mailbox: its arrays. Game i is seeded
+        with seed + i; options are for each."""
         self.args = args
         self.mailbox = mailbox
-        self.rows = rows
+        self.rows = rows.reshape(-1, args.seats).tolist()
         self.seed = seed
-        self.envs = make_envs(args, len(rows) // args.seats, self.shaping)
-        self.sums = np.zeros((len(rows), len(EPISODE)))  # of the episodes under way
-
-    def shaping(self, i):
-        return dict(zip(shaping_of(self.args), self.mailbox.shaping[self.rows[i]].tolist()))
+        self.games = [make_game(args, **options) for _ in self.rows]
+        self.sums = {row: np.zeros(len(EPISODE)) for row in rows.tolist()}  # of the episodes under way
 
     def reset(self):
-        observation, info = self.envs.reset(seed=self.seed)
-        self.over = info.get("absent", np.zeros(len(self.rows), bool))  # the next step only resets
-        inactive = info.get("inactive", False)
-        self.write(observation, reward=0.0, terminated=False, first=True, inactive=inactive, episode=0.0)
+        self.over = [True] * len(self.games)  # they begin anew
+        self.ended = dict.fromkeys(self.sums, True)
+        self.step(self.seed)
 
-    def step(self):
-        action = self.mailbox.action[self.rows].copy()  # the environment may keep it
-        observation, reward, terminated, truncated, info = self.envs.step(action)
-        if not np.isfinite(reward).all():
+    def step(self, seed=None):
+        """A game that is over begins anew, and its actions are ignored."""
+        names = shaping_of(self.args)
+        for i, (game, rows) in enumerate(zip(self.games, self.rows)):
+            row_of = dict(zip(game.possible_agents, rows))
+            if self.over[i]:
+                shaping = {agent: dict(zip(names, self.mailbox.shaping[row].tolist())) for agent, row in row_of.items()}
+                observations, infos = game.reset(None if seed is None else seed + i, dict(shaping=shaping))
+                results = {}, {}, {}
+            else:
+                actions = {agent: self.action(game, agent, row_of[agent]) for agent in game.agents}
+                observations, *results, infos = game.step(actions)
+            self.over[i] = not game.agents
+            for agent, row in row_of.items():
+                reward, terminated, truncated = (result.get(agent, 0) for result in results)
+                ends = terminated or truncated or agent not in observations
+                self.write(row, observations.get(agent, {}), reward, terminated, ends, infos.get(agent, {}))
+
+    def action(self, game, agent, row):
+        action = self.mailbox.action[row].copy()  # the game may keep it
+        space = game.action_space(agent)
+        return int(action[0]) + space.start if isinstance(space, Discrete) else action
+
+    def write(self, row, observation, reward, terminated, ends, info):
+        if not math.isfinite(reward):
             raise ValueError(f"a reward is not finite: {reward}")
-        first = self.over
-        self.over = terminated | truncated
-        zeros = np.zeros(len(first))
-        own_sums = [info.get(name, zeros) for name in OWN_SUMS]
-        self.sums += np.stack([info.get("raw_reward", reward), zeros + 1, *own_sums], -1)
-        self.sums[first] = 0  # what only resets does not count
-        episode = self.sums * self.over[:, None]
-        reward = np.clip(reward * self.args.reward_scale, -self.args.reward_clip, self.args.reward_clip)
-        flags = dict(terminated=terminated, first=first, inactive=info.get("inactive", False))
-        self.write(observation, reward=reward, episode=episode, **flags)
+        args = self.args
+        mailbox = self.mailbox
+        for name, part in by_name(observation).items():
+            mailbox.obs[name][row] = smaller(part)
+        sums = self.sums[row]
+        sums += [info.get("raw_reward", reward), 1, *(info.get(name, 0) for name in OWN_SUMS)]
+        sums *= not self.ended[row]  # what only resets does not count
+        mailbox.reward[row] = min(max(reward * args.reward_scale, -args.reward_clip), args.reward_clip)
+        mailbox.terminated[row] = terminated
+        mailbox.first[row] = self.ended[row]
+        mailbox.inactive[row] = info.get("inactive", False)
+        mailbox.episode[row] = sums * ends
+        self.ended[row] = ends
 
-    def write(self, observation, **flags):
-        for name, part in observation.items():
-            self.mailbox.obs[name][self.rows] = part
-        for name, value in flags.items():
-            getattr(self.mailbox, name)[self.rows] = value
+    def close(self):
+        for game in self.games:
+            game.close()
 
 
 def answer(pipe):
@@ -1324,7 +1278,7 @@ def run_actor(args: Args, worker: int, rows: np.ndarray, seed: int, mailbox: Mai
             splits = []
             for split in range(args.worker_num_splits):
                 splits.append(WorkerEnvs(args, rows[split], mailbox.numpy(), seed + split * len(rows[split])))
-                stack.callback(splits[split].envs.close)
+                stack.callback(splits[split].close)
                 splits[split].reset()
                 pipe.send(split)
             timer(args, 0)  # waiting for actions is no hang
@@ -1674,7 +1628,6 @@ class Population:
     def __init__(self, args: Args, learners: list[Learner]):
         self.args = args
         self.learners = learners
-        self.rng = random.Random(args.seed)
         self.exchanged = 0  # the step of the slowest policy at the last exchange
         self.best_return = -np.inf  # of best.pth
         self.defaults = {name: getattr(args, name) for name in TUNED} | shaping_of(args)
@@ -1696,10 +1649,10 @@ class Population:
         args = self.args
         genes = dict(genes)
         for name, value in genes.items():
-            if self.rng.random() < args.pbt_mutation_rate:
-                factor = self.rng.uniform(args.pbt_perturb_min, args.pbt_perturb_max)
-                genes[name] = self.rng.choice((value * factor, value / factor))
-                if self.rng.random() < 0.05:
+            if random.random() < args.pbt_mutation_rate:
+                factor = random.uniform(args.pbt_perturb_min, args.pbt_perturb_max)
+                genes[name] = random.choice((value * factor, value / factor))
+                if random.random() < 0.05:
                     genes[name] = self.defaults[name]
         return genes
 
@@ -1715,7 +1668,7 @@ class Population:
         if step < due or any(len(learner.policy.episodes) < 100 for learner in learners):
             return []
         self.exchanged = step
-        self.rng = random.Random(f"{args.seed} {step}")  # so a resumed run draws other numbers
+        random.seed(f"{args.seed} {step}")  # so a resumed run draws other numbers
         column = EPISODE.index(args.pbt_target_objective)
         objectives = {}
         for learner in learners:
@@ -1730,7 +1683,7 @@ class Population:
             genes = learner.genes
             kind = "kept" if learner in best or learner.number == 0 else "mutated"
             if learner in worst:
-                donor = self.rng.choice(best)
+                donor = random.choice(best)
                 its = objectives[donor]
                 if its - mine > args.pbt_replace_reward_gap * max(abs(its), abs(mine)):
                     learner.become(donor)
@@ -1747,18 +1700,17 @@ def settings_of(args: Args) -> dict[int, dict[str, float]]:
     """--policy-settings. Raises UserError."""
     names = {*TUNED, *shaping_of(args)}
     try:
-        settings = json.loads(args.policy_settings).items()
-        settings = {int(policy): {name: float(own[name]) for name in own} for policy, own in settings}
-        if all(policy in range(args.num_policies) and names.issuperset(own) for policy, own in settings.items()):
-            numbers = [pair for own in settings.values() for pair in own.items()]
-            if all(math.isfinite(value) and (value >= 0 or name not in TUNED) for name, value in numbers):
-                return settings
+        settings = {int(policy): own for policy, own in json.loads(args.policy_settings).items()}
+        for policy, own in settings.items():
+            numbers = [math.isfinite(value) and (value >= 0 or name not in TUNED) for name, value in own.items()]
+            if policy not in range(args.num_policies) or not names.issuperset(own) or not all(numbers):
+                raise ValueError
+        return settings
     except (ValueError, TypeError, AttributeError):
-        pass
-    raise UserError(
-        f'--policy-settings {args.policy_settings} is not like {{"1": {{"vf_coef": 0.2}}}}, for policies below '
-        f"{args.num_policies} and {', '.join(sorted(names))}"
-    )
+        raise UserError(
+            f'--policy-settings {args.policy_settings} is not like {{"1": {{"vf_coef": 0.2}}}}, for policies below '
+            f"{args.num_policies} and {', '.join(sorted(names))}"
+        ) from None
 
 
 # A first reading ends here.

@@ -4,8 +4,8 @@
     python dummy_sampler.py --family atari --env-id Breakout-v5 --sweep     # the best number of environments per worker
     python dummy_sampler.py --family doom --null                            # what the pipeline itself can carry
 
-The first two step what `make_envs` of the variant returns, as an actor does, and count the frames of valid steps; no
-mailbox, no inference. `--null` is the opposite: environments that cost nothing, through the variant's own actors,
+The first two step what `make_envs` of the variant returns (of appo_pbt_doom.py its `WorkerEnvs`), as an actor does, and
+count the frames of valid steps; no inference. `--null` is the opposite: environments that cost nothing, through the variant's own actors,
 mailbox, pipes and inference thread, with a policy that draws at random; it counts rows and groups, for 2 to 72 workers.
 """
 
@@ -116,12 +116,38 @@ def set_up_process(core: int | None) -> None:
         os.sched_setaffinity(0, {core})
 
 
+class Matches:
+    """The games of appo_pbt_doom.py, with a mailbox of their own, as far as they are used here like a VectorEnv."""
+
+    def __init__(self, appo, args, count: int):
+        spaces = appo.spaces_of(args)
+        self.num_envs = count * args.seats  # agents
+        self.mailbox = appo.Mailbox(spaces, self.num_envs, len(appo.shaping_of(args))).numpy()
+        self.worker = appo.WorkerEnvs(args, np.arange(self.num_envs), self.mailbox, args.seed)
+        self.action_space = gym.vector.utils.batch_space(gym.spaces.MultiDiscrete(spaces.heads), self.num_envs)
+
+    def reset(self, *, seed: int, options=None):
+        self.worker.seed = seed
+        self.worker.reset()
+
+    def step(self, actions):
+        self.mailbox.action[:] = actions
+        self.worker.step()
+        ended = np.array(list(self.worker.ended.values()))
+        return {}, self.mailbox.reward, ended, np.zeros_like(ended), {}
+
+
+def envs_of(appo, args, count: int):
+    """The environments of a worker."""
+    return Matches(appo, args, count) if hasattr(appo, "make_game") else appo.make_envs(args, count)
+
+
 def sample(family: str, args, count: int, worker: int, core: int | None, steps, reset, barrier) -> None:
     """Body of a process: steps its `count` environments for ever. steps, reset: shared, [workers], valid steps and
     seconds."""
     appo = importlib.import_module(f"appo_{family}")
     set_up_process(core)
-    envs, steps, reset = appo.make_envs(args, count), steps.numpy(), reset.numpy()
+    envs, steps, reset = envs_of(appo, args, count), steps.numpy(), reset.numpy()
     start = time.perf_counter()
     envs.reset(seed=1000 * worker, options=dict(first_row=worker * count))  # says what task a game plays
     reset[worker] = time.perf_counter() - start
@@ -132,7 +158,7 @@ def sample(family: str, args, count: int, worker: int, core: int | None, steps, 
         steps[worker] += valid
 
 
-def valid_steps(envs: gym.vector.VectorEnv, actions: list):
+def valid_steps(envs: gym.vector.VectorEnv | Matches, actions: list):
     """Steps the environments for ever. Generator: yields how many environments were really stepped."""
     ended = np.zeros(envs.num_envs, bool)
     while True:

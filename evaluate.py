@@ -235,10 +235,10 @@ class Drawing:
             self.pygame.display.quit()
 
 
-def drawn_envs(module, args, count: int, *shaping):
+def drawn_envs(module, args, count: int):
     """Environments that can draw themselves. Raises UserError."""
     try:
-        return module.make_envs(args, count, *shaping, render_mode="rgb_array")
+        return module.make_envs(args, count, render_mode="rgb_array")
     except TypeError as error:
         if "render_mode" not in str(error):
             raise
@@ -450,11 +450,10 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
     rows = [np.flatnonzero(table == policy) for policy in range(len(networks))]  # of each policy
     states = [torch.zeros(len(own), network.state_size, device=device) for own, network in zip(rows, networks)]
     played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its seats
-    worker = module.WorkerEnvs(args, np.arange(table.size), arrays, args.seed)
-    if options.save_video or options.watch:
-        worker.envs = drawn_envs(module, args, len(table), worker.shaping)
+    drawn = dict(render_mode="rgb_array") if options.save_video or options.watch else {}
+    worker = module.WorkerEnvs(args, np.arange(table.size), arrays, args.seed, **drawn)
     worker.reset()
-    first = worker.envs.games[0]
+    first = worker.games[0]
     title = f"{args.env_id}, policy {' against '.join(names[policy] for policy in table[0])}"
     metadata, render = getattr(first, "metadata", {}), getattr(first, "render", None)
     with (
@@ -464,7 +463,7 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
     ):
         shown = 0  # matches of the first environment
         while min(map(len, played)) < per_env or drawing.recording() and shown < options.episodes:
-            if not drawing.step(worker.sums[0, 0], worker.envs.over[0]):
+            if not drawing.step(worker.sums[0][0], worker.over[0]):
                 break
             for policy, (own, network) in enumerate(zip(rows, networks)):
                 obs = {name: part[own].to(device)[None] for name, part in mailbox.obs.items()}
@@ -481,7 +480,7 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
                         played[e].append([episodes[seat] for seat in range(seats)])
                         bar.update()
                     ended[e] = {}
-    worker.envs.close()
+    worker.close()
     return played
 
 

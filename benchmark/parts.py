@@ -231,7 +231,7 @@ def lab_steps(envs, actions):
 
 
 def match_steps(envs, actions):
-    """As `doom_steps`. Which games have ended is kept where `Games` keeps it."""
+    """As `doom_steps`. Which games are over is kept where `WorkerEnvs` keeps it."""
 
     def play(player, action) -> bool:
         buttons = np.concatenate([press[a] for press, a in zip(player.presses, action)])
@@ -241,18 +241,18 @@ def match_steps(envs, actions):
             player.observation()
         return finished
 
-    n = len(envs.agents)
+    over, n = envs.worker.over, envs.worker.args.seats
     while True:
         for action in actions:
             valid = 0
-            for i, game in enumerate(envs.games):
-                if envs.over[i]:
+            for i, game in enumerate(envs.worker.games):
+                if over[i]:
                     game.reset()
-                    envs.over[i] = False
+                    over[i] = False
                     continue
                 finished = game.together(play, action[i * n : i * n + n])
                 valid += n
-                envs.over[i] = any(finished) or game.players[0].tics >= game.scenario.time_limit
+                over[i] = any(finished) or game.players[0].tics >= game.scenario.time_limit
             yield valid
 
 
@@ -260,7 +260,7 @@ def bare_worker(file: str, args, core: int, counters, barrier) -> None:
     """Body of a process. counters: shared, float64 [2, 2], (valid steps, seconds) of the bare loop and of the dummy sampler's."""
     appo = importlib.import_module(f"appo_{file}")
     dummy_sampler.set_up_process(core)
-    envs, counters = appo.make_envs(args, args.num_envs_per_worker), counters.numpy()
+    envs, counters = dummy_sampler.envs_of(appo, args, args.num_envs_per_worker), counters.numpy()
     envs.reset(seed=1000 * core)
     envs.action_space.seed(core)
     actions = [envs.action_space.sample() for _ in range(500)]

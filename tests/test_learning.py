@@ -58,6 +58,36 @@ class Echo(gym.vector.VectorEnv):
         return self.look(), reward, self.ended & odd, self.ended & ~odd, {}
 
 
+class EchoGame:
+    """One environment of Echo as a game of PettingZoo's, which resets without an action. Every second episode is cut off."""
+
+    possible_agents = ["player"]
+
+    def __init__(self, **env):
+        self.env, self.cut = Echo(1, **env), False
+
+    def observation_space(self, agent):
+        return self.env.single_observation_space
+
+    def action_space(self, agent):
+        return self.env.single_action_space
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.cut = self.possible_agents, not self.cut
+        observation = self.env.step(np.zeros(1))[0] if seed is None else self.env.reset(seed=seed)[0]
+        return dict(player={name: part[0] for name, part in observation.items()}), {}
+
+    def step(self, actions):
+        observation, reward, *_ = self.env.step(actions["player"])
+        ended = self.env.ended[0]
+        self.agents = [] if ended else self.possible_agents
+        results = ({name: part[0] for name, part in observation.items()}, reward[0], ended and not self.cut, ended and self.cut, {})
+        return [dict(player=result) for result in results]
+
+    def close(self):
+        pass
+
+
 def test_the_environment_that_all_files_learn():
     """Who does the right thing gets 1, and 3 actions at random a third of it."""
 
@@ -103,7 +133,10 @@ def keeping(init, kept: list):
 def test_every_file_learns(name, tmp_path, monkeypatch):
     appo = importlib.import_module(name)
     env, flags, steps = FILES[name]
-    monkeypatch.setattr(appo, "make_envs", lambda args, num_envs, *shaping, **options: Echo(num_envs, **env))
+    if hasattr(appo, "make_game"):
+        monkeypatch.setattr(appo, "make_game", lambda args: EchoGame(**env))
+    else:
+        monkeypatch.setattr(appo, "make_envs", lambda args, num_envs, **options: Echo(num_envs, **env))
     monkeypatch.setattr(appo, "check_levels", lambda args: None, raising=False)  # DeepMind Lab's engine is not asked for
     small = dict(num_workers=0, rollout=8, hidden_size=256, sync=True, device="cpu", train_dir=str(tmp_path), experiment="e")
     if not hasattr(appo.Args, "num_envs"):

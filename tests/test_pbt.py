@@ -243,16 +243,16 @@ def test_an_agent_that_is_absent_at_the_very_first_reset_makes_no_sample(tmp_pat
     mailbox = module.Mailbox(module.spaces_of(args), 2, 0).numpy()
     worker = module.WorkerEnvs(args, np.arange(2), mailbox, 0)
     worker.reset()
-    assert mailbox.first.tolist() == [True, True] and worker.over.tolist() == [True, False]
+    assert mailbox.first.tolist() == [True, True] and worker.ended == {0: True, 1: False}
     worker.step()
     assert mailbox.first.tolist() == [True, False], "what stood there before was no observation"
     worker.step()
     assert mailbox.first.tolist() == [False, False]
 
 
-def test_the_last_reward_of_an_agent_that_leaves_without_an_observation():
+def test_the_last_reward_of_an_agent_that_leaves_without_an_observation(monkeypatch):
     class Game:
-        possible_agents = ["a"]
+        possible_agents, close = ["a"], lambda self: None
 
         def observation_space(self, agent):
             return appo.gym.spaces.Box(0, 9, (1,))
@@ -268,12 +268,15 @@ def test_the_last_reward_of_an_agent_that_leaves_without_an_observation():
             self.agents = []
             return {}, dict(a=-5.0), dict(a=True), dict(a=False), {}
 
-    games = appo.Games([Game()])
-    games.reset()
-    _, reward, terminated, _, info = games.step(np.zeros((1, 1), int))
-    assert (reward.tolist(), terminated.tolist(), info["raw_reward"].tolist()) == ([-5], [True], [-5])
-    _, _, terminated, truncated, _ = games.step(np.zeros((1, 1), int))
-    assert not terminated.any() and not truncated.any(), "it begins anew"
+    monkeypatch.setattr(appo, "make_game", lambda args: Game())
+    args = appo.Args(device="cpu", reward_clip=np.inf)
+    mailbox = appo.Mailbox(appo.spaces_of(args), 1, 0).numpy()
+    worker = appo.WorkerEnvs(args, np.arange(1), mailbox, 0)
+    worker.reset()
+    worker.step()
+    assert (mailbox.reward.tolist(), mailbox.terminated.tolist(), mailbox.episode[0, :2].tolist()) == ([-5], [True], [-5, 1])
+    worker.step()
+    assert mailbox.first.all() and not mailbox.terminated.any() and not mailbox.episode.any(), "it begins anew"
 
 
 @pytest.mark.parametrize("before, now, paid", [
@@ -316,6 +319,7 @@ def population_of(tmp_path):
         own = dict(num_policies=len(objectives), with_pbt=True, env_id="battle", pbt_start_mutation=1500, pbt_period_env_steps=1000, num_workers=1,
                    num_envs_per_worker=len(objectives), worker_num_splits=1, rollout=2, device="cpu", hidden_size=8, precision="float32")  # fmt: skip
         args = appo.Args(**own | settings)
+        appo.seed_generators(args.seed)  # as `train` does
         space = spaces((36, 36, 3), 0, (2,))
         agents = [appo.Agent(space, args) for _ in objectives]
         policies = appo.Inference(args, space, agents).policies
