@@ -18,9 +18,9 @@ IMPALA in one file, and the base that the other files are edits of.
     python appo_gym.py --env-id my_module:MyEnv-v0    # one of your own, which importing my_module registers
     python evaluate.py train_dir/NAME    # plays what the run of that name has learned
 
-On 2 cores of an AMD EPYC (Zen 3, no GPU) CartPole-v1 is solved (a mean return of 475) after 72 to 82 thousand steps,
-Acrobot-v1 (-100) after 51 to 66, LunarLander-v3 (200; pip install "gymnasium[box2d]") after 263 to 456: five seeds
-each, 2026-11-28, benchmark/results/core_gym_goals_2.json.
+On 2 cores of an AMD EPYC (Zen 4, no GPU) CartPole-v1 is solved (a mean return of 475) after 68 to 82 thousand steps,
+Acrobot-v1 (-100) after 57 to 80, LunarLander-v3 (200; pip install "gymnasium[box2d]") after 348 to 625: five seeds
+each, 2026-11-29, benchmark/results/gym_learning.csv.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+

@@ -246,8 +246,8 @@ replay_settings() {  # the coefficient of the loss of replayed samples, on Break
 
 # Steps and seconds to the goal: where Gymnasium says that an environment is solved. Needs SB3_PYTHON, and box2d and minigrid here and
 # there.
-gym() {  # five environments beside Stable-Baselines3: 14 minutes
-    run python benchmark/peers/gym_goals.py --sb3-python "${SB3_PYTHON:-python}" --rounds "$(wc -w <<< "$three")" \
+gym() {  # five environments beside Stable-Baselines3, five seeds: 29 minutes
+    run python benchmark/peers/gym_goals.py --sb3-python "${SB3_PYTHON:-python}" --rounds "$(wc -w <<< "${SEEDS:-1 2 3 4 5}")" \
         --out "$results/gym_learning.csv" -- "${flags[@]}"
 }
 
@@ -255,6 +255,11 @@ gym() {  # five environments beside Stable-Baselines3: 14 minutes
 mujoco() {  # five MuJoCo tasks, three million steps and one million: 50 minutes a seed
     table "$three" mujoco.csv --grid env-id=HalfCheetah-v4,Hopper-v4,Walker2d-v4,Ant-v4,HumanoidStandup-v4 --settings "" \
         total-timesteps=1000000 -- python appo_mujoco.py
+}
+
+halfcheetah_seeds() {  # HalfCheetah, five seeds: 11 minutes, two runs at a time
+    table "${SEEDS:-1 2 3 4 5}" halfcheetah_seeds.csv --parallel 2 --goals 1443 --grid env-id=HalfCheetah-v4 --settings "" \
+        -- python appo_mujoco.py
 }
 
 # Needs CLEANRL and CLEANRL_PYTHON, installed for MuJoCo.

@@ -97,13 +97,13 @@ def rates_table(header: list[str], form: str, rows: list[tuple]) -> str:
 
 
 def when(runs: list[tuple[float, float]]) -> list[str]:
-    """Steps and time of runs that reached a goal after (seconds, steps): of each, of more than five the median and the range. What was
+    """Steps and time of runs that reached a goal after (seconds, steps): of each, of more than three the median and the range. What was
     published has no time."""
     seconds, steps = [run[0] for run in runs], [run[1] for run in runs]
 
     def some(values: list[float], text) -> str:
         texts = [text(value) if value < np.inf else "-" for value in (statistics.median(values), *sorted(values))]
-        return ", ".join(texts[1:]) if len(values) <= 5 else f"{texts[0]} ({texts[1]} to {texts[-1]})"
+        return ", ".join(texts[1:]) if len(values) <= 3 else f"{texts[0]} ({texts[1]} to {texts[-1]})"
 
     counts = some(steps, lambda step: f"{step / 1e6:.1f}M" if step >= 1e6 else f"{step / 1e3:.0f}k")
     if not (last := max((second for second in seconds if second < np.inf), default=0)):
