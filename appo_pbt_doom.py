@@ -186,7 +186,7 @@ class Args:
     pbt_start_mutation: int = 5_000_000  # steps that the slowest policy makes before the first exchange
     pbt_period_env_steps: int = 1_250_000  # steps that the slowest policy makes between exchanges
     pbt_replace_fraction: float = 0.3  # share of the population that counts as best, and as worst; half at most
-    pbt_replace_reward_gap: float = 0.1  # replace by a policy that is better by a larger share of the larger objective
+    pbt_replace_reward_gap: float = 0.1  # replace by one that is better by more than this share of the larger objective
     pbt_mutation_rate: float = 0.15  # chance of each number to change
     pbt_perturb_min: float = 1.05  # smallest factor by which a number is multiplied or divided; what is 0 stays 0
     pbt_perturb_max: float = 1.5  # largest factor of such a change
@@ -660,9 +660,9 @@ class DoomMatch:
             for command in ("removebots", *["addbot"] * self.scenario.bots):
                 self.players[0].game.send_game_command(command)
         self.agents = self.possible_agents
-        shaping = (options or {}).get("shaping", {})
         for agent, player in zip(self.agents, self.players):
-            player.shaping = shaping.get(agent, player.shaping)
+            if options:
+                player.shaping = options["shaping"][agent]
         return dict(zip(self.agents, observations)), dict(zip(self.agents, infos))
 
     def step(self, actions):
@@ -1176,8 +1176,9 @@ def seat_rows(args: Args, session: int) -> np.ndarray:
 
 class WorkerEnvs:
     """The games of one split of a worker. `reset` and `step` write the group's rows of the mailbox; from then on the
-    rows belong to the caller, until it has filled in the actions and calls `step` again. An agent that leaves before
-    the others, or is not there yet, is truncated step by step: these steps are invalid."""
+    rows belong to the caller, until it has filled in the actions and calls `step` again. The step in which an agent
+    leaves before the others ends its episode; those after it, until the game begins anew, are invalid, as are those of
+    one that is not there yet."""
 
     def __init__(self, args: Args, rows: np.ndarray, mailbox: SimpleNamespace, seed: int, **options):
         """rows: of the agents of the first game, then of the second, and so on; mailbox: its arrays. Game i is seeded
@@ -1190,32 +1191,31 @@ class WorkerEnvs:
         self.sums = {row: np.zeros(len(EPISODE)) for row in rows.tolist()}  # of the episodes under way
 
     def reset(self):
-        self.over = [True] * len(self.games)  # they begin anew
-        self.ended = dict.fromkeys(self.sums, True)
+        self.ended = dict.fromkeys(self.sums, True)  # by row: its last step ended an episode, the next one is invalid
         self.step(self.seed)
 
     def step(self, seed=None):
-        """A game that is over begins anew, and its actions are ignored."""
+        """A game that is over begins anew, and its actions are ignored; with a seed, all games."""
         names = shaping_of(self.args)
         for i, (game, rows) in enumerate(zip(self.games, self.rows)):
             row_of = dict(zip(game.possible_agents, rows))
-            if self.over[i]:
+            if seed is not None or not game.agents:
                 shaping = {agent: dict(zip(names, self.mailbox.shaping[row].tolist())) for agent, row in row_of.items()}
-                observations, infos = game.reset(None if seed is None else seed + i, dict(shaping=shaping))
-                results = {}, {}, {}
+                seed_of_game = None if seed is None else seed + i
+                observations, infos = game.reset(seed=seed_of_game, options=dict(shaping=shaping))
+                results = {}, {}, {}  # no rewards, no flags
             else:
                 actions = {agent: self.action(game, agent, row_of[agent]) for agent in game.agents}
                 observations, *results, infos = game.step(actions)
-            self.over[i] = not game.agents
             for agent, row in row_of.items():
                 reward, terminated, truncated = (result.get(agent, 0) for result in results)
-                ends = terminated or truncated or agent not in observations
+                ends = terminated or truncated or agent not in observations or not game.agents
                 self.write(row, observations.get(agent, {}), reward, terminated, ends, infos.get(agent, {}))
 
     def action(self, game, agent, row):
-        action = self.mailbox.action[row].copy()  # the game may keep it
         space = game.action_space(agent)
-        return int(action[0]) + space.start if isinstance(space, Discrete) else action
+        action = self.mailbox.action[row] + space.start  # a copy: the game may keep it
+        return int(action[0]) if isinstance(space, Discrete) else action
 
     def write(self, row, observation, reward, terminated, ends, info):
         if not math.isfinite(reward):
@@ -1226,12 +1226,13 @@ class WorkerEnvs:
             mailbox.obs[name][row] = smaller(part)
         sums = self.sums[row]
         sums += [info.get("raw_reward", reward), 1, *(info.get(name, 0) for name in OWN_SUMS)]
-        sums *= not self.ended[row]  # what only resets does not count
+        if self.ended[row]:
+            sums[:] = 0  # what only resets does not count
         mailbox.reward[row] = min(max(reward * args.reward_scale, -args.reward_clip), args.reward_clip)
         mailbox.terminated[row] = terminated
         mailbox.first[row] = self.ended[row]
         mailbox.inactive[row] = info.get("inactive", False)
-        mailbox.episode[row] = sums * ends
+        mailbox.episode[row] = sums if ends else 0
         self.ended[row] = ends
 
     def close(self):

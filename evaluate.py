@@ -463,7 +463,7 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
     ):
         shown = 0  # matches of the first environment
         while min(map(len, played)) < per_env or drawing.recording() and shown < options.episodes:
-            if not drawing.step(worker.sums[0][0], worker.over[0]):
+            if not drawing.step(worker.sums[0][0], not first.agents):
                 break
             for policy, (own, network) in enumerate(zip(rows, networks)):
                 obs = {name: part[own].to(device)[None] for name, part in mailbox.obs.items()}

@@ -231,7 +231,7 @@ def lab_steps(envs, actions):
 
 
 def match_steps(envs, actions):
-    """As `doom_steps`. Which games are over is kept where `WorkerEnvs` keeps it."""
+    """As `doom_steps`. Which games are over is kept where `WorkerEnvs` finds it."""
 
     def play(player, action) -> bool:
         buttons = np.concatenate([press[a] for press, a in zip(player.presses, action)])
@@ -241,18 +241,18 @@ def match_steps(envs, actions):
             player.observation()
         return finished
 
-    over, n = envs.worker.over, envs.worker.args.seats
+    n = envs.worker.args.seats
     while True:
         for action in actions:
             valid = 0
             for i, game in enumerate(envs.worker.games):
-                if over[i]:
+                if not game.agents:
                     game.reset()
-                    over[i] = False
                     continue
                 finished = game.together(play, action[i * n : i * n + n])
                 valid += n
-                over[i] = any(finished) or game.players[0].tics >= game.scenario.time_limit
+                if any(finished) or game.players[0].tics >= game.scenario.time_limit:
+                    game.agents = []
             yield valid
 
 

@@ -279,6 +279,45 @@ def test_the_last_reward_of_an_agent_that_leaves_without_an_observation(monkeypa
     assert mailbox.first.all() and not mailbox.terminated.any() and not mailbox.episode.any(), "it begins anew"
 
 
+def test_a_game_of_ones_own(monkeypatch):
+    """Actions begin where the space says; `reset` is called by name; an episode also ends where `agents` is empty without flags; and
+    a score that is not finite spoils its own episode alone."""
+    told, scores = [], [1.0, np.nan, 1.0, 1.0]
+
+    class Game:
+        possible_agents, close = ["a"], lambda self: None
+
+        def observation_space(self, agent):
+            return appo.gym.spaces.Box(0, 9, (1,))
+
+        def action_space(self, agent):
+            return appo.gym.spaces.MultiDiscrete([2, 3], start=[5, 7])
+
+        def reset(self, *, seed=None, options=None):
+            self.agents, self.count = ["a"], 0
+            return dict(a=np.ones(1)), {}
+
+        def step(self, actions):
+            told.append(actions["a"].tolist())
+            self.count += 1
+            self.agents = ["a"] if self.count < 2 else []
+            return dict(a=np.ones(1)), dict(a=1.0), dict(a=False), dict(a=False), dict(a=dict(raw_reward=scores.pop(0)))
+
+    monkeypatch.setattr(appo, "make_game", lambda args: Game())
+    args = appo.Args(device="cpu")
+    mailbox = appo.Mailbox(appo.spaces_of(args), 1, 0).numpy()
+    worker = appo.WorkerEnvs(args, np.arange(1), mailbox, 0)
+    worker.reset()
+    found = []
+    for _ in range(6):
+        mailbox.action[:] = [[1, 2]]
+        worker.step()
+        found.append((bool(mailbox.first[0]), *mailbox.episode[0, :2].tolist()))
+    assert told == [[6, 9]] * 4
+    episodes = [(False, 0, 0), (False, pytest.approx(np.nan, nan_ok=True), 2), (True, 0, 0), (False, 0, 0), (False, 2, 2), (True, 0, 0)]
+    assert found == episodes
+
+
 @pytest.mark.parametrize("before, now, paid", [
     (dict(HEALTH=10), dict(HEALTH=100, DEATHCOUNT=1), -0.75), (dict(DEAD=1), dict(HEALTH=100, FRAGCOUNT=1), 1.0),
     (dict(HEALTH=10), dict(HEALTH=20), 0.05), (dict(HEALTH=10), dict(HEALTH=0, DEAD=1, DEATHCOUNT=1), -0.78),
