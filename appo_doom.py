@@ -7,6 +7,7 @@
 #     "tyro==1.0.17",
 #     "tensorboard==2.21.0",
 #     "tqdm==4.70.1",
+#     "typeguard==4.6.1",
 #     "vizdoom==1.3.2",
 #     "envpool-assets==0.3.0",
 # ]
@@ -21,8 +22,7 @@
 A deliberate edit of appo_gym.py. What differs:
 - the game, frames, the reward's scale and clip, raw rewards as the score;
 - what a run of days needs: actors that die or hang are replaced, several checkpoints and the best, log.txt, a time
-  limit, a look at /dev/shm, actors pinned to cores, a container's quota, freed memory kept, flags that a resumed run
-  may not change, signals that come twice;
+  limit, a look at /dev/shm, actors pinned to cores, a container's quota, freed memory kept;
 - splits, iterations of as many blocks as some batches need, collected ahead; samples that are too old left out; workers
   times environments each (so learning depends on the machine), and other defaults;
 - a copy of the network acts, in bfloat16 where the machine has it; normalised images in one pass; GRU or LSTM over
@@ -66,14 +66,17 @@ last step bootstraps from the value of the true last observation.
 """
 
 import signal
+import sys
 
-if __name__ == "__main__":  # Ctrl-C during the imports: the end, without a traceback (see `handle_signals`)
+if __name__ == "__main__":  # the imports take seconds: Ctrl-C ends them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    print("importing torch ...", file=sys.stderr)
 
 import contextlib
 import copy
 import ctypes
 import faulthandler
+import fcntl
 import functools
 import io
 import json
@@ -84,17 +87,16 @@ import re
 import selectors
 import shlex
 import shutil
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypedDict, get_type_hints
 
 import envpool_assets
 import gymnasium as gym
@@ -106,6 +108,7 @@ import tyro
 import vizdoom
 from gymnasium.spaces import Box, Dict, MultiDiscrete
 from tqdm import tqdm
+from typeguard import TypeCheckError, check_type
 
 # === Args =============================================================================================================
 
@@ -139,7 +142,7 @@ class Args:
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 1_000_000  # stop after this many steps (frames / frameskip)
     train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
-    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")  # or cuda:1
+    device: str | None = None  # cpu, cuda, or cuda:1 (the second GPU). Default: cuda where there is a GPU
     precision: Literal["float32", "bfloat16"] | None = None
     """of the encoder, and on a CPU of the core; None is bfloat16 where the device has instructions for it"""
     experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
@@ -148,8 +151,8 @@ class Args:
     keep_checkpoints: int = 2  # how many of the latest checkpoints are kept; 0: all
 
     # --- sampling
-    num_workers: int = field(default_factory=num_cores)
-    """actor processes; 0 runs one as a thread, for debugging, and implies --sync"""
+    num_workers: int | None = None
+    """actor processes; None: one a core; 0 runs one as a thread, for debugging, and implies --sync"""
     num_envs_per_worker: int = 16  # environments per worker
     worker_num_splits: int | None = None
     """parts that a worker's environments are stepped in: it steps one while the others wait for actions; None: 2 with
@@ -157,8 +160,8 @@ class Args:
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to the i-th core of this process; turn it off for several runs at once"""
     actor_timeout: float = 120.0
-    """seconds that a step of an actor's environments may take, and the start of each one; an actor that takes longer
-    counts as hung, and another takes its place; 0: no limit"""
+    """seconds that one call of a game, its start or a step, may take; an actor that takes longer counts as hung, and
+    another takes its place; 0: no limit"""
     sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
 
     # --- algorithm
@@ -168,7 +171,8 @@ class Args:
     num_epochs: int = 1  # passes over an iteration's rollouts; with --sync pi/mu is 1 in the first optimiser step
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hides jitter and adds lag
     max_policy_lag: int = 100  # samples by a policy at least this many versions old are left out of the losses
-    learning_rate: float = 4e-4  # of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 4e-4
+    """of Adam; Sample Factory's is 1e-4, which learns more slowly (benchmark/README.md)"""
     anneal_lr: bool = False  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
@@ -189,13 +193,18 @@ class Args:
             self.env_id = Path(self.cfg_path).stem
             if os.path.exists(self.cfg_path):  # else ViZDoom looks among its own scenarios
                 self.cfg_path = os.path.abspath(self.cfg_path)
-        cuda = self.device.startswith("cuda")
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        cuda = device.startswith("cuda")
         if self.precision is None:
             if cuda:
                 capable = torch.cuda.is_bf16_supported(including_emulation=False)
             else:
                 capable = "_bf16" in Path("/proc/cpuinfo").read_text()  # AVX512-BF16 or AMX
             self.precision = "bfloat16" if capable else "float32"
+        self.typed = asdict(self)  # for cfg.json: each machine fills in the rest for itself
+        self.device = device
+        if self.num_workers is None:
+            self.num_workers = num_cores()
         if self.worker_num_splits is None:
             self.worker_num_splits = 2 if cuda else 1
 
@@ -369,9 +378,14 @@ class DoomEnv(gym.Env):
     def setup_own(self, cfg_path):
         """A user's scenario: its buttons are one head (no-op or a button), a delta button is a head of 11 values."""
         try:
-            self.game.load_config(cfg_path)
+            understood = self.game.load_config(cfg_path)
         except Exception as error:
             raise UserError(f"--cfg-path {cfg_path}: {error}") from None
+        if not understood:  # the engine has printed why, and goes on without that line
+            raise UserError(f"--cfg-path {cfg_path}: ViZDoom ignores a line of it, see its warning above")
+        if variables := self.game.get_available_game_variables():
+            names = ", ".join(variable.name for variable in variables)
+            gym.logger.warn(f"{cfg_path}: these variables are not observed: {names}")
         buttons = sorted(self.game.get_available_buttons(), key=vizdoom.is_delta_button)
         if not buttons:
             raise UserError(f"--cfg-path {cfg_path} names no available_buttons")
@@ -840,10 +854,12 @@ class Mailbox:
     def __init__(self, spaces: Spaces, rows: int):
         # written by the actor, between a reply and its next request
         self.obs = zeros_for(spaces, rows)  # the current observation
-        self.reward = torch.zeros(rows)  # of the action before it
+        self.reward = torch.full((rows,), torch.nan)  # of the action before it; NaN until the environment has started
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # the action before it ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
         self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
+        # written by the actor when it calls a game, by inference with each message, and read at any time
+        self.heard = torch.full((rows,), time.monotonic(), dtype=torch.float64)  # the last sign of life
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # what to do next
 
@@ -879,17 +895,36 @@ class Rollouts:
 # === Actor ============================================================================================================
 
 
+class Watched(gym.Wrapper):
+    """Notes in the mailbox when each call of a game begins. An actor that makes no call for `actor_timeout` hangs."""
+
+    def __init__(self, env: gym.Env, heard: np.ndarray):
+        """heard: float64 [1], of its row"""
+        super().__init__(env)
+        self.heard = heard
+
+    def reset(self, **options):
+        self.heard[:] = time.monotonic()
+        return self.env.reset(**options)
+
+    def step(self, action):
+        self.heard[:] = time.monotonic()
+        return self.env.step(action)
+
+
 class WorkerEnvs:
     """The environments of one split of a worker. `reset` and `step` write the group's rows of the mailbox; from then on
     the rows belong to the caller, until it has filled in the actions and calls `step` again."""
 
     def __init__(self, args: Args, group: int, mailbox: SimpleNamespace, seed: int):
-        """mailbox: its arrays. Environment i is seeded with seed + i."""
+        """mailbox: its arrays. Environment i is seeded with seed + i, modulo 2**30."""
         n = rows_per_group(args)
         self.mailbox = mailbox
         self.rows = slice_of(args, group)
-        self.seed = seed
+        self.seed = seed % 2**30  # what every engine takes
         self.envs = make_envs(args, n)
+        heard = np.split(mailbox.heard[self.rows], n)
+        self.envs.envs = [Watched(*pair) for pair in zip(self.envs.envs, heard)]
         self.over = np.zeros(n, bool)  # the last step ended an episode: the next one only resets
         self.sums = np.zeros((n, len(EPISODE)))  # of the episodes under way
 
@@ -908,7 +943,7 @@ class WorkerEnvs:
         own_sums = [info.get(name, zeros) for name in OWN_SUMS]
         self.sums += np.stack([info.get("raw_reward", reward), zeros + 1, *own_sums], -1)
         self.sums[first] = 0  # what only resets does not count
-        episode = self.sums * self.over[:, None]
+        episode = np.where(self.over[:, None], self.sums, 0)  # not a product: a sum may be NaN
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
 
     def write(self, observation, **flags):
@@ -926,17 +961,15 @@ def answer(pipe):
         return None
 
 
-def timer(args: Args, turns):
-    """The kernel ends this actor after `turns` times `actor_timeout`; 0: never."""
-    if args.num_workers:
-        signal.setitimer(signal.ITIMER_REAL, turns * args.actor_timeout)
-
-
 def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     """Body of an actor. It sends the number of a split when its rows are written, and receives one when the actions
     are. A string says what went wrong. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
         os.set_inheritable(pipe.fileno(), False)  # programs that environments start would hide its end
+        # A background process group that touches its terminal is stopped, unless it ignores these signals
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number in (signal.SIGTTIN, signal.SIGTTOU):
+            signal.signal(number, signal.SIG_IGN)
         os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
         # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
         for number in SIGNALS:
@@ -947,12 +980,14 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
                 os.sched_setaffinity(0, {cores[worker % len(cores)]})  # engines, too: both talk twice a tic
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         seed_generators(seed)
-        if worker:  # one of them shows its warnings
-            gym.logger.min_level = gym.logger.ERROR
-        faulthandler.register(signal.SIGALRM, chain=True)  # the timer shows where it hangs, and ends it
+        gym.logger.min_level = gym.logger.ERROR  # the main process has shown the warnings of `make_envs`
+        faulthandler.register(signal.SIGALRM, chain=True)  # shows where it hangs, and ends it
+    # Inference notices a hang, but where the main process is dead only the kernel does
+    timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
+    limit = args.actor_timeout * args.num_envs_per_worker * bool(args.num_workers)
     try:
         with contextlib.ExitStack() as stack:
-            timer(args, args.num_envs_per_worker)
+            timer(limit)
             splits = []
             for split in range(args.worker_num_splits):
                 group = worker * args.worker_num_splits + split
@@ -960,13 +995,15 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
                 stack.callback(splits[split].envs.close)
                 splits[split].reset()
                 pipe.send(split)
-            timer(args, 0)  # waiting for actions is no hang
+            if not worker:  # one of them shows those of the steps
+                gym.logger.min_level = gym.logger.WARN
+            timer(0)
             while (split := answer(pipe)) is not None:
-                timer(args, 1)
+                timer(limit)
                 splits[split].step()
-                timer(args, 0)
+                timer(0)
                 pipe.send(split)
-            timer(args, 1)
+            timer(limit)
     except BaseException as error:  # sys.exit() in an environment, too
         text = str(error) if isinstance(error, UserError) else traceback.format_exc().strip()
         with contextlib.suppress(ConnectionError):  # the run has ended
@@ -1011,6 +1048,7 @@ class Inference:
 
     def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
         self.args = args
+        self.spaces = spaces
         self.device = device
         self.agent = copy.deepcopy(agent).requires_grad_(False)
         for module in self.agent.reduced:  # else autocast would cast the weights at each inference
@@ -1040,6 +1078,8 @@ class Inference:
         self.asked = Counter()  # requests of each worker's actor
         self.replace = None  # replace(worker, pipe, text), which `running` sets: another actor for one that has ended
         self.requests = []  # groups that wait for actions, the oldest first: their rows are this thread's
+        self.heard = self.mailbox.heard.reshape(workers, -1)  # the same memory; the rows of a worker lie together
+        self.actors = {}  # by worker: its process, which `running` starts
         self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE
         self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
 
@@ -1059,10 +1099,11 @@ class Inference:
                     self.serve()
                     waiting_for = "blocks" if self.requests else "requests"
                     start = time.perf_counter()
-                    events = self.selector.select()
+                    events = self.selector.select(timeout=1)
                     self.counts[waiting_for] += time.perf_counter() - start
                     for key, _ in events:
                         self.receive(key.fileobj)
+                    self.notice_silence()
                 wait_for(self.device)  # before the memory that it uses is let go of
         except BaseException as error:
             self.end_with(error)
@@ -1073,14 +1114,28 @@ class Inference:
         self.full.put(None)
 
     def next_full(self):
-        """For the learner. Waits for a block; until a new run's first update it says every 5 seconds how far it is."""
-        while self.version == 0:
-            before = self.counts["rows"]
+        """Waits for a block, for the learner. Until the first iteration, reports every 5 seconds how many environments
+        have started."""
+        while not self.counts["learner"]:
             with contextlib.suppress(queue.Empty):
                 return self.full.get(timeout=5)
-            now = self.counts["rows"]
-            tqdm.write(f"waiting for environments and first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
+            started = np.isfinite(self.mailbox.reward)
+            steps = self.counts["rows"]
+            tqdm.write(f"{started.sum()} of {started.size} environments have started, {steps:,} steps collected")
         return self.full.get()
+
+    def notice_silence(self):
+        """Ends the actors that owe a request and have called no game for `actor_timeout`: they hang, or somebody has
+        stopped them. Their stacks go to stderr, and `receive` finds their pipes closed."""
+        limit = self.args.actor_timeout or np.inf
+        splits = self.args.worker_num_splits
+        for worker in np.flatnonzero(time.monotonic() - self.heard.max(1) > limit):
+            waiting = [group // splits for group in self.requests].count(worker)
+            if self.args.num_workers and waiting < splits and worker in self.actors:
+                self.heard[worker] = time.monotonic()
+                for number in (signal.SIGALRM, signal.SIGCONT):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self.actors[worker].pid, number)
 
     def receive(self, pipe):
         """Takes a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError."""
@@ -1089,6 +1144,7 @@ class Inference:
                 self.free.extend(pipe.recv())
             return
         worker = self.pipes.index(pipe)
+        self.heard[worker] = time.monotonic()
         try:
             message = pipe.recv()
         except (EOFError, OSError):
@@ -1124,6 +1180,7 @@ class Inference:
         self.requests = [group for group in self.requests if group not in ready]
         for group in ready:
             worker, split = divmod(group, self.args.worker_num_splits)
+            self.heard[worker] = time.monotonic()
             with contextlib.suppress(ConnectionError):  # it has died, as `receive` will find
                 self.pipes[worker].send(split)
 
@@ -1177,6 +1234,7 @@ class Learner:
 
     def __init__(self, args: Args, agent: Agent, inference: Inference):
         self.args = args
+        self.spaces = inference.spaces  # for a network of your own, such as that of a curiosity reward
         self.inference = inference
         self.agent = agent
         self.device = inference.device
@@ -1270,18 +1328,16 @@ class Learner:
 # How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, at which
 # the actors end. What leads there is
 # - the last step: the loop is over;
-# - Ctrl-C or SIGTERM: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second signal a
-#   second later ends the process at once; the actors find their pipes closed, as after kill -9);
+# - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
+#   signal a second later ends the process at once; the actors find their pipes closed, as after kill -9);
 # - an actor that dies again and again, or an error in the inference thread: in the same way;
 # - an error in the learner: as it is.
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_LEAST = dict(
-    num_envs_per_worker=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, learning_rate=0, worker_num_splits=1,
-    num_batches_per_epoch=1, max_batches_ahead=0, frameskip=1, hidden_size=1, clip_coef=0, ppo_clip_value=0,
-    max_policy_lag=1, save_every_sec=0, reward_clip=1e-3, vector_size=1, seed=0, gamma=0, max_grad_norm=0,
-    keep_checkpoints=0, actor_timeout=0,
-)  # fmt: skip
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+    SIGNALS.append(signal.SIGHUP)
+# All other whole numbers are at least 1, and the rest 0
+AT_LEAST = dict(num_workers=0, seed=0, max_batches_ahead=0, keep_checkpoints=0, reward_clip=1e-3)
 # Requests; an actor that dies after fewer died early: three of a worker in a row end the run, and before a new run's
 # first update one that has made none
 SHORT_LIFE = 1000
@@ -1290,9 +1346,9 @@ FIXED = ("env_id", "cfg_path", "rnn_type", "hidden_size", "vector_size")  # a re
 
 def check(args: Args):
     """Raises UserError."""
-    for name, least in AT_LEAST.items():
-        value = getattr(args, name)
-        if not value >= least:  # NaN is not, either
+    for name, value in asdict(args).items():
+        least = AT_LEAST.get(name, int(type(value) is int))
+        if isinstance(value, int | float) and not value >= least:  # neither is NaN
             raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {least}")
     try:
         torch.zeros(1, device=args.device)
@@ -1310,8 +1366,9 @@ def check(args: Args):
 def seed_generators(seed: int):
     """The generators of network and sampling; in an actor those that its environments may draw from, which would
     otherwise give the same numbers in all actors."""
+    seed %= 2**32  # what NumPy takes
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
@@ -1322,7 +1379,7 @@ def handle_signals(inference: Inference):
 
     def handler(*_):
         times.append(time.monotonic())
-        if times[-1] - times[0] > 1:  # a launcher may send the first one twice
+        if times[-1] - times[0] > 1:  # a launcher or a shell may send the first one twice
             os._exit(130)
         inference.end_with(KeyboardInterrupt())
 
@@ -1336,9 +1393,20 @@ def handle_signals(inference: Inference):
         signal.signal(number, handler)
 
 
+def lock(folder: Path):
+    """Makes the folder this process's own until it ends, however it does. Raises UserError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release it
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another run is using {folder}: stop it, or choose another --experiment") from None
+
+
 def log(folder: Path, text, show=True):
     with open(folder / "log.txt", "a") as file:
-        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=file)
+        for line in text.splitlines():
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=file)
     if show:
         tqdm.write(text)  # beside the bar
         sys.stdout.flush()
@@ -1363,7 +1431,7 @@ def running(inference: Inference, folder: Path):
     thread = threading.Thread(target=inference.run, name="inference", daemon=True)
     # fork is unsafe beside threads and CUDA; spawn costs 100 MB for each actor
     process_or_thread = mp.get_context("forkserver").Process if args.num_workers else threading.Thread
-    actors = {}
+    actors = inference.actors
     early_deaths = Counter()  # of each worker's actors, in a row
 
     def start(worker, pipe):
@@ -1371,7 +1439,11 @@ def running(inference: Inference, folder: Path):
         seed = random.Random(f"{args.seed} {life} {worker}").getrandbits(30)
         arguments = (args, worker, seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
-        actor.start()
+        inference.heard[worker] = time.monotonic()
+        try:
+            actor.start()
+        except EOFError:  # the fork server could not fork, and has ended
+            raise UserError(f"actor {worker} cannot be started: too many processes (ulimit -u)?") from None
         actors[worker] = actor
         if args.num_workers:
             pipe.close()  # the actor's copy is the only one, and ends with it
@@ -1383,7 +1455,7 @@ def running(inference: Inference, folder: Path):
             kill(actors[worker])
             actors[worker].join()
             code = actors[worker].exitcode
-            text = text or ("hung" if code == -signal.SIGALRM else f"died (exit code {code})")
+            text = text or ("hung: --actor-timeout" if code == -signal.SIGALRM else f"died (exit code {code})")
             if code == -signal.SIGSEGV and not asked:
                 text += " while its engines started: is the scenario for several players?"
         early_deaths[worker] += 1
@@ -1454,14 +1526,19 @@ def read_checkpoint(folder: Path):
 
 
 def load_checkpoint(folder: Path, learner: Learner):
+    """Raises UserError where there is none that can be read, or it is of another network."""
     content = read_checkpoint(folder)
     if content is None:
         return
-    learner.agent.load_state_dict(content["agent"])
-    learner.optimizer.load_state_dict(content["optimizer"])
-    learner.inference.publish(content["version"])
-    learner.global_step = content["global_step"]
-    learner.best_return = content["best_return"]
+    try:
+        learner.agent.load_state_dict(content["agent"])
+        learner.optimizer.load_state_dict(content["optimizer"])
+        learner.inference.publish(content["version"])
+        learner.global_step = content["global_step"]
+        learner.best_return = content["best_return"]
+    except Exception as error:  # of any type, and of many lines
+        what = " ".join(str(error).split()).split(". ")[0]
+        raise UserError(f"the latest checkpoint in {folder} is damaged, or of another network: {what}") from None
 
 
 class Reporter:
@@ -1470,9 +1547,11 @@ class Reporter:
     SECONDS = 5  # between two reports
 
     def __init__(self, args: Args, learner: Learner, folder: Path):
+        """To be made before the inference thread starts: its waits are shares of the time from here on."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
         self.folder = folder
+        plain = not args.num_workers or 0 in shutil.get_terminal_size((0, 0))  # a bar would hide a debugger, or itself
         self.learner = learner
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
         self.writer.add_text("args", json.dumps(asdict(args), indent=2))
@@ -1480,9 +1559,9 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=None if args.num_workers else True,  # it would draw over a debugger
+            disable=plain or None,  # None: without a terminal
             smoothing=0,
-            bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
+            bar_format="{percentage:.0f}% {bar} {remaining}{postfix}",
         )
         self.metrics = {}  # of the last iteration
         self.score = "no episode has ended"
@@ -1522,7 +1601,7 @@ class Reporter:
             limit = "environments"
         else:
             limit = "inference"
-        text = f"{self.score}, {fps:,.0f} frames/s, lag {self.metrics['lag/mean']:.1f}, limit: {limit}"
+        text = f"{self.score}, {fps:,.0f} frames/s, lag {self.metrics['lag/mean']:.0f}, limit: {limit}"
         self.bar.set_postfix_str(text)
         log(self.folder, f"step {self.learner.global_step:,}: {text}", show=self.bar.disable)
 
@@ -1547,22 +1626,23 @@ def train(args: Args, folder: Path) -> int:
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, agent, inference)
-    folder.mkdir(parents=True, exist_ok=True)
+    lock(folder)
     load_checkpoint(folder, learner)
     if learner.global_step >= args.total_timesteps:
-        print("it is finished: raise --total-timesteps")
+        print("Already complete: raise --total-timesteps to continue.")
         return 0
     place = f"resuming {folder} at step {learner.global_step:,}" if learner.global_step else f"a new run in {folder}"
-    log(folder, f"{args.env_id}: {args.num_workers} workers, {num_rows(args)} environments\n{place}")
+    workers = f"{args.num_workers} workers on {num_cores()} cores"
+    log(folder, f"{args.env_id}: {workers}, {num_rows(args)} environments\n{place}")
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
-    (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=asdict(args)), indent=2))
+    (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=args.typed), indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
+    reporter = Reporter(args, learner, folder)
     deadline = np.inf
     code = 0
     with running(inference, folder), own_stream(device):
         saved_at = time.monotonic()
-        reporter = Reporter(args, learner, folder)
         try:
             while learner.global_step < args.total_timesteps and time.monotonic() < deadline:
                 reporter.update(learner.iterate(learner.collect()))
@@ -1579,60 +1659,65 @@ def train(args: Args, folder: Path) -> int:
             reporter.close()
     log(folder, f"{'stopped' if code else 'done'}: {learner.global_step:,} steps, {reporter.score}")
     if learner.global_step:
-        log(
-            folder,
-            f"play: python evaluate.py {folder}{f' --cfg-path {args.cfg_path}' if args.cfg_path else ''}\n"
-            f"curves: tensorboard --logdir {folder}\n"
-            f"go on: the same command with --experiment {args.experiment}\n"
-            "    (after its end with a larger --total-timesteps, too)",
-        )
+        place = shlex.quote(str(folder))
+        scenario = f" --cfg-path {shlex.quote(args.cfg_path)}" if args.cfg_path else ""
+        log(folder, f"play: python evaluate.py {place}{scenario}\ncurves: tensorboard --logdir {place}")
+    else:
+        log(folder, f"{folder} has settings, but no checkpoint")
+    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}")
     return code
 
 
 def saved_args(folder: Path) -> Args:
-    """Of an experiment that is to be resumed. Raises UserError."""
-    cfg = json.loads((folder / "cfg.json").read_text())
-    saved = cfg["args"]
-    differing = saved.keys() ^ asdict(Args()).keys()
-    if differing or Path(cfg["file"]).name != Path(__file__).name:
-        raise UserError(
-            f"{folder} is of another file, or another version of this one: {cfg['file']}; flags that differ: "
-            f"{', '.join(sorted(differing)) or 'none'}"
-        )
-    return Args(**saved)
+    """Returns those of an experiment that is to be resumed. Raises UserError."""
+    path = folder / "cfg.json"
+    try:
+        cfg = json.loads(path.read_text())
+        check_type(cfg["args"], TypedDict("flags", get_type_hints(Args)))
+        if Path(cfg["file"]).name != Path(__file__).name:
+            raise UserError(f"{folder} is a run of another file: {cfg['file']}")
+        return Args(**cfg["args"])
+    except (ValueError, LookupError, TypeError, TypeCheckError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is damaged, or of another version of this file: {reason}") from None
 
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
-    args = tyro.cli(Args)
+    # 1e6 as 1000000, which int() takes
+    words = [f"{float(w):.0f}" if re.fullmatch(r"\d+(\.\d)?e[1-9]", w) else w for w in sys.argv[1:]]
+    args = tyro.cli(Args, args=words)
     if args.experiment is None:
-        args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
-    folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory
-    if folder.parent != Path(args.train_dir).resolve():
-        raise UserError(f"--experiment {args.experiment} is not a folder in {args.train_dir}")
+        name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        args.experiment = args.typed["experiment"] = re.sub("[/:]", "-", name)
+    train_dir = os.path.abspath(args.train_dir)  # an environment may change the working directory
+    folder = Path(os.path.abspath(Path(train_dir, args.experiment)))
+    if str(folder.parent) != train_dir:
+        raise UserError(f"--experiment {args.experiment!r} is not the name of a folder in {train_dir}")
     if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
         saved = saved_args(folder)
         if saved.cfg_path and args.cfg_path != saved.cfg_path:  # a run's folder never names code to be run
             raise UserError(f"type --cfg-path {saved.cfg_path} again: a scenario is a program")
-        args = tyro.cli(Args, default=saved)
-        for name, before in vars(saved).items():
-            now = getattr(args, name)
-            if now == before:
-                continue
-            if name in FIXED:
-                raise UserError(f"{folder} was made with {name} {before}, not {now}: choose another --experiment")
-            print(f"override: {name} {before} -> {now}")
+        vars(saved).update(saved.typed)  # else tyro would take for typed what was filled in
+        args = tyro.cli(Args, args=words, default=saved)
+        for name, before in saved.typed.items():
+            now = args.typed[name]
+            if now != before:
+                if name in FIXED:
+                    raise UserError(f"{folder} was made with {name} {before}, not {now}: choose another --experiment")
+                print(f"override: {name} {before} -> {now}")
     return args, folder
 
 
 def main() -> int:
     folder = None
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as a daemon's
+            setattr(sys, name, open(os.devnull, "w"))
+            os.set_inheritable(getattr(sys, name).fileno(), True)
     try:
         args, folder = parse_args()
         return train(args, folder)
-    except BrokenPipeError:  # who read our output has gone, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (UserError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if folder:

@@ -7,6 +7,7 @@
 #     "tyro==1.0.17",
 #     "tensorboard==2.21.0",
 #     "tqdm==4.70.1",
+#     "typeguard==4.6.1",
 # ]
 # ///
 # appo_gym.py $Id$
@@ -38,8 +39,9 @@ each, 2026-11-29, benchmark/results/gym_learning.csv.
      block:  FREE -> FILLING (by one worker) -> FULL -> LEARNING -> FREE     exactly one owner at any time
 
 Where to edit: the environment and a wrapper in `make_envs` (one more part of an observation needs no other edit), a
-metric in `OWN_SUMS`, the network and a mask of actions in `Agent`, a loss and what it needs in `appo_loss`; another
-optimiser in `Learner`; a second one also in `save_checkpoint` and `load_checkpoint`.
+metric in `OWN_SUMS`, the network and a mask of actions in `Agent`, a loss and what it needs in `appo_loss`; a reward of
+your own in `Learner.update`, before the loss (`batch` is a copy); another optimiser or a second network in `Learner`,
+and then in `save_checkpoint` and `load_checkpoint`.
 
 Words: a *worker* is one actor process with its environments. A *row* is one environment's endless stream of experience;
 a worker's rows ask for actions together. A *slot* is room for one rollout (T steps of one row), a *block* is the slots
@@ -61,28 +63,33 @@ value of the true last observation.
 """
 
 import signal
+import sys
 
-if __name__ == "__main__":  # Ctrl-C during the imports: the end, without a traceback (see `handle_signals`)
+if __name__ == "__main__":  # the imports take seconds: Ctrl-C ends them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    print("importing torch ...", file=sys.stderr)
 
 import contextlib
+import fcntl
 import functools
 import io
 import json
 import os
 import queue
 import random
+import re
 import selectors
-import sys
+import shlex
+import shutil
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypedDict, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -92,6 +99,7 @@ import torch.nn as nn
 import tyro
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple, flatdim, flatten
 from tqdm import tqdm
+from typeguard import TypeCheckError, check_type
 
 # === Args =============================================================================================================
 
@@ -114,7 +122,7 @@ class Args:
     """a Gymnasium environment by its name; for `module:name` the module, which registers it, is imported first"""
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 1_000_000  # stop after this many steps
-    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")  # cpu, cuda or cuda:1
+    device: str | None = None  # cpu, cuda, or cuda:1 (the second GPU). Default: cuda where there is a GPU
     experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
@@ -130,7 +138,7 @@ class Args:
     rollout: int = 32  # steps per rollout (T)
     batch_size: int = 256  # samples per optimiser step, about: a batch is of whole rollouts
     num_epochs: int = 4  # passes over an iteration's rollouts; with --sync pi/mu is 1 in the first optimiser step
-    learning_rate: float = 2e-3  # of Adam
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2e-3  # of Adam
     anneal_lr: bool = False  # the learning rate falls linearly with the steps, to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
@@ -147,6 +155,9 @@ class Args:
     vector_size: int = 64  # units of each of the two layers for vectors
 
     def __post_init__(self):
+        self.typed = asdict(self)  # for cfg.json: each machine fills in the rest for itself
+        if self.device is None:
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if self.num_workers is None:
             most = num_cores() * (1 if self.device == "cpu" else 2)
             self.num_workers = max(n for n in range(1, most + 1) if self.num_envs % n == 0)
@@ -196,15 +207,6 @@ def heads_of(space):
     return tuple(np.ravel(sizes).astype(int).tolist())
 
 
-def one_number(name, value):
-    """Some environments give an array of one number."""
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.size != 1:
-        raise ValueError(f"{name} must be one number, not an array of shape {value.shape}")
-    return value.item()
-
-
 class NamedArrays(gym.Wrapper):
     """An environment as the pipeline takes it: observations are a Dict of arrays, actions an array of one number for
     each head, from 0 on. Texts and graphs are left out of observations, with a warning."""
@@ -242,15 +244,14 @@ class NamedArrays(gym.Wrapper):
         action = action.reshape(space.shape).astype(space.dtype)[()]  # [()]: a number, where it is one
         action = action + getattr(space, "start", 0)
         observation, *outcome, info = self.env.step(action)
-        reward, terminated, truncated = map(one_number, ("reward", "terminated", "truncated"), outcome)
-        own_sums = {name: float(one_number(name, info[name])) for name in OWN_SUMS if name in info}
+        reward, terminated, truncated = (np.asarray(value).item() for value in outcome)  # some are arrays of one number
+        own_sums = {name: np.asarray(info[name]).item() for name in OWN_SUMS if name in info}
         return self.arrays(observation), reward, terminated, truncated, own_sums
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of one worker; options are for gymnasium.make. Edit this function to wrap them (a wrapper of
-    Gymnasium scales or clips rewards), or to train on something that Gymnasium does not know. Raises UserError where
-    there is no such environment.
+    Gymnasium scales or clips rewards), or to train on something that Gymnasium does not know.
 
     What it returns must reset on the step after an episode's end (NEXT_STEP), take MultiDiscrete actions from 0 on, and
     give a Dict of images, uint8 [height, width, channels] of at least 36 x 36, and float32 vectors: one image or vector
@@ -260,17 +261,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
         return NamedArrays(gym.make(args.env_id, **options))
 
     mode = gym.vector.AutoresetMode.NEXT_STEP
-    try:
-        return gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=mode)
-    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
-        if isinstance(error, TypeError) and "__init__() missing" not in str(error):
-            raise  # it is a mistake in the environment
-        raise UserError(
-            f"--env-id {args.env_id}: {error} (install it, and name the module that registers it, too, as in "
-            "ale_py:ALE/Pong-v5; arguments that it needs are given in `make_envs`)"
-        ) from None
-    except OSError as error:  # of the environment: with a traceback, unlike those of our own files, see `main`
-        raise RuntimeError(f"--env-id {args.env_id} cannot be made") from error
+    return gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=mode)
 
 
 class Spaces(NamedTuple):
@@ -608,7 +599,7 @@ class Mailbox:
     def __init__(self, spaces: Spaces, rows: int):
         # written by the actor, between a reply and its next request
         self.obs = zeros_for(spaces, rows)  # the current observation
-        self.reward = torch.zeros(rows)  # of the action before it
+        self.reward = torch.full((rows,), torch.nan)  # of the action before it; NaN until the environment has started
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # the action before it ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
         self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
@@ -652,11 +643,11 @@ class WorkerEnvs:
     the caller, until it has filled in the actions and calls `step` again."""
 
     def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
-        """mailbox: its arrays. Environment i is seeded with seed + i."""
+        """mailbox: its arrays. Environment i is seeded with seed + i, modulo 2**30."""
         n = rows_per_worker(args)
         self.mailbox = mailbox
         self.rows = slice_of(args, worker)
-        self.seed = seed
+        self.seed = seed % 2**30  # what every engine takes
         self.envs = make_envs(args, n)
         self.over = np.zeros(n, bool)  # the last step ended an episode: the next one only resets
         self.sums = np.zeros((n, len(EPISODE)))  # of the episodes under way
@@ -676,7 +667,7 @@ class WorkerEnvs:
         own_sums = [info.get(name, zeros) for name in OWN_SUMS]
         self.sums += np.stack([reward, zeros + 1, *own_sums], -1)
         self.sums[first] = 0  # what only resets does not count
-        episode = self.sums * self.over[:, None]
+        episode = np.where(self.over[:, None], self.sums, 0)  # not a product: a sum may be NaN
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
 
     def write(self, observation, **flags):
@@ -701,16 +692,21 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
     a traceback. The end of the pipe is the end of the other side, however it died."""
     if args.num_workers:  # else it is a thread of the main process
         os.set_inheritable(pipe.fileno(), False)  # programs that environments start would hide its end
+        # A background process group that touches its terminal is stopped, unless it ignores these signals
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number in (signal.SIGTTIN, signal.SIGTTOU):
+            signal.signal(number, signal.SIG_IGN)
         os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
         # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
         seed_generators(seed)
-        if worker:  # one of them shows its warnings
-            gym.logger.min_level = gym.logger.ERROR
+        gym.logger.min_level = gym.logger.ERROR  # the main process has shown the warnings of `make_envs`
     try:
         worker_envs = WorkerEnvs(args, worker, mailbox.numpy(), seed)
+        if not worker:  # one of them shows those of the steps
+            gym.logger.min_level = gym.logger.WARN
         with contextlib.closing(worker_envs.envs):
             worker_envs.reset()
             while ask(pipe):
@@ -745,6 +741,9 @@ def own_stream(device, priority=0):
     return module.stream(module.Stream(priority=priority))
 
 
+SILENCE = 60  # seconds without a message, after which a worker that owes one is named
+
+
 class Inference:
     """Serves the workers that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
     the memory, the pipes and the queue between itself, the actors and the learner.
@@ -756,6 +755,7 @@ class Inference:
 
     def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
         self.args = args
+        self.spaces = spaces
         self.device = device
         self.agent = agent
         self.version = 0  # of the agent
@@ -777,6 +777,7 @@ class Inference:
         for pipe in (self.returned, *self.pipes):
             self.selector.register(pipe, selectors.EVENT_READ)
         self.requests = []  # workers that wait for actions, the oldest first: their rows are this thread's
+        self.heard = np.full(workers, time.monotonic())  # when a worker last sent a request, or was answered
         self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE
         self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
 
@@ -788,10 +789,11 @@ class Inference:
                     self.serve()
                     waiting_for = "blocks" if self.requests else "requests"
                     start = time.perf_counter()
-                    events = self.selector.select()
+                    events = self.selector.select(timeout=1)
                     self.counts[waiting_for] += time.perf_counter() - start
                     for key, _ in events:
                         self.receive(key.fileobj)
+                    self.notice_silence()
                 wait_for(self.device)  # before the memory that it uses is let go of
         except BaseException as error:
             self.end_with(error)
@@ -802,14 +804,22 @@ class Inference:
         self.full.put(None)
 
     def next_full(self):
-        """For the learner. Waits for a block; until a new run's first update it says every 5 seconds how far it is."""
-        while self.version == 0:
-            before = self.counts["rows"]
+        """Waits for a block, for the learner. Until the first iteration, reports every 5 seconds how many environments
+        have started."""
+        while not self.counts["learner"]:
             with contextlib.suppress(queue.Empty):
                 return self.full.get(timeout=5)
-            now = self.counts["rows"]
-            tqdm.write(f"waiting for environments and first rollouts: {now:,} steps, {(now - before) / 5:.0f} steps/s")
+            started = np.isfinite(self.mailbox.reward)
+            steps = self.counts["rows"]
+            tqdm.write(f"{started.sum()} of {started.size} environments have started, {steps:,} steps collected")
         return self.full.get()
+
+    def notice_silence(self):
+        """Names the workers that have not answered for a minute: their environments are slow, or hang."""
+        for worker in np.flatnonzero(time.monotonic() - self.heard > SILENCE):
+            if self.args.num_workers and worker not in self.requests:
+                self.heard[worker] += SILENCE
+                tqdm.write(f"worker {worker} has not answered for {SILENCE} s: its environments are slow, or hang")
 
     def receive(self, pipe):
         """Takes a worker's request, or blocks from the learner: LEARNING -> FREE. Raises UserError."""
@@ -825,6 +835,7 @@ class Inference:
         if message is not None:
             raise UserError(f"actor {worker} raised an exception\n{message}")
         self.requests.append(worker)
+        self.heard[worker] = time.monotonic()
 
     def serve(self):
         """Hands over the blocks that are complete, and answers all workers that have a block or get a new one. The
@@ -845,6 +856,7 @@ class Inference:
             self.act(ready)
         self.requests = [worker for worker in self.requests if worker not in ready]
         for worker in ready:
+            self.heard[worker] = time.monotonic()
             with contextlib.suppress(ConnectionError):  # it has died, as `receive` will find
                 self.pipes[worker].send(None)
 
@@ -898,6 +910,7 @@ class Learner:
 
     def __init__(self, args: Args, inference: Inference):
         self.args = args
+        self.spaces = inference.spaces  # for a network of your own, such as that of a curiosity reward
         self.inference = inference
         self.agent = inference.agent
         self.device = inference.device
@@ -988,23 +1001,23 @@ class Learner:
 # How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, at which
 # the actors end. What leads there is
 # - the last step: the loop is over;
-# - Ctrl-C or SIGTERM: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second signal
-#   ends the process at once; the actors find their pipes closed when their step is over, as after kill -9);
+# - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
+#   signal a second later ends the process at once; the actors find their pipes closed, as after kill -9);
 # - an actor's death or an exception in its environments, or an error in the inference thread: in the same way;
 # - an error in the learner: as it is.
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_LEAST = dict(
-    num_envs=1, num_workers=0, rollout=1, batch_size=1, num_epochs=1, hidden_size=1, vector_size=1, seed=0,
-    learning_rate=0, gamma=0, max_grad_norm=0, clip_coef=0, ppo_clip_value=0, save_every_sec=0,
-)  # fmt: skip
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+    SIGNALS.append(signal.SIGHUP)
+AT_LEAST = dict(num_workers=0, seed=0)  # all other whole numbers 1, and the rest 0
+FIXED = ("env_id", "rnn_type", "hidden_size", "vector_size")  # a resumed run has the same
 
 
 def check(args: Args):
     """Raises UserError."""
-    for name, least in AT_LEAST.items():
-        value = getattr(args, name)
-        if not value >= least:  # NaN is not, either
+    for name, value in asdict(args).items():
+        least = AT_LEAST.get(name, int(type(value) is int))
+        if isinstance(value, int | float) and not value >= least:  # neither is NaN
             raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {least}")
     try:
         torch.zeros(1, device=args.device)
@@ -1015,8 +1028,9 @@ def check(args: Args):
 def seed_generators(seed: int):
     """The generators of network and sampling; in an actor those that its environments may draw from, which would
     otherwise give the same numbers in all actors."""
+    seed %= 2**32  # what NumPy takes
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
@@ -1024,10 +1038,12 @@ def handle_signals(inference: Inference):
     """A signal is a message to the learner, so that no update is cut in two. The fork server is started while signals
     are ignored, and inherits that, as does an actor until it is in a process group of its own. Called when an
     environment's module has been imported, which may have set handlers of its own."""
+    times = []
 
     def handler(*_):
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        times.append(time.monotonic())
+        if times[-1] - times[0] > 1:  # a launcher or a shell may send the first one twice
+            os._exit(130)
         inference.end_with(KeyboardInterrupt())
 
     for number in SIGNALS:
@@ -1038,6 +1054,16 @@ def handle_signals(inference: Inference):
         forkserver.ensure_running()
     for number in SIGNALS:
         signal.signal(number, handler)
+
+
+def lock(folder: Path):
+    """Makes the folder this process's own until it ends, however it does. Raises UserError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release it
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another run is using {folder}: stop it, or choose another --experiment") from None
 
 
 @contextlib.contextmanager
@@ -1066,8 +1092,10 @@ def running(inference: Inference):
         for pipe in inference.pipes:
             pipe.close()
         deadline = time.monotonic() + 5
-        for actor in actors:
+        for worker, actor in enumerate(actors):
             actor.join(max(0.0, deadline - time.monotonic()))
+            if actor.is_alive():
+                print(f"worker {worker} has not ended within 5 s: its environments are slow, or hang")
             if args.num_workers:
                 actor.kill()
                 with contextlib.suppress(OSError):  # there is none
@@ -1089,23 +1117,24 @@ def save_checkpoint(folder: Path, learner: Learner):
 
 
 def read_checkpoint(folder: Path):
-    """None: there is none."""
+    """Returns None where there is none."""
     path = folder / "latest.pth"
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
 
 
 def load_checkpoint(folder: Path, learner: Learner):
-    content = read_checkpoint(folder)
-    if content is None:
-        return
+    """Raises UserError where it is damaged, or of another network."""
     try:
+        content = read_checkpoint(folder)
+        if content is None:
+            return
         learner.agent.load_state_dict(content["agent"])
-    except RuntimeError as error:
-        what = " ".join(str(error).split())[:300]  # of many lines
-        raise UserError(f"{folder} holds another network than these flags make: {what}") from None
-    learner.optimizer.load_state_dict(content["optimizer"])
-    learner.inference.version = content["version"]
-    learner.global_step = content["global_step"]
+        learner.optimizer.load_state_dict(content["optimizer"])
+        learner.inference.version = content["version"]
+        learner.global_step = content["global_step"]
+    except Exception as error:  # of any type, and of many lines
+        what = " ".join(str(error).split()).split(". ")[0]
+        raise UserError(f"{folder}/latest.pth is damaged, or of another network: {what}") from None
 
 
 class Reporter:
@@ -1114,8 +1143,10 @@ class Reporter:
     SECONDS = 5  # between two reports
 
     def __init__(self, args: Args, learner: Learner, folder: Path):
+        """To be made before the inference thread starts: its waits are shares of the time from here on."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
+        plain = not args.num_workers or 0 in shutil.get_terminal_size((0, 0))  # a bar would hide a debugger, or itself
         self.learner = learner
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
         self.writer.add_text("args", json.dumps(asdict(args), indent=2))
@@ -1123,9 +1154,9 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=None if args.num_workers else True,  # it would draw over a debugger
+            disable=plain or None,  # None: without a terminal
             smoothing=0,
-            bar_format="{percentage:.0f}% {bar} {remaining} left{postfix}",
+            bar_format="{percentage:.0f}% {bar} {remaining}{postfix}",
         )
         self.metrics = {}  # of the last iteration
         self.score = "no episode has ended"
@@ -1181,21 +1212,25 @@ def train(args: Args, folder: Path) -> int:
     agent = Agent(spaces, args).to(device)
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, inference)
-    folder.mkdir(parents=True, exist_ok=True)
+    lock(folder)
     load_checkpoint(folder, learner)
     if learner.global_step >= args.total_timesteps:
-        print("it is finished: raise --total-timesteps")
+        print("Already complete: raise --total-timesteps to continue.")
         return 0
     place = f"resuming {folder} at step {learner.global_step:,}" if learner.global_step else f"a new run in {folder}"
-    print(f"{args.env_id}: {args.num_workers} workers, {args.num_envs} environments\n{place}", flush=True)
+    cores = num_cores()
+    print(f"{args.env_id}: {args.num_workers} workers on {cores} cores, {args.num_envs} environments")
+    print(place, flush=True)
+    if args.typed["num_workers"] is None and args.num_workers < cores:
+        print(f"for a worker on each core: --num-envs {max(1, round(args.num_envs / cores)) * cores}")
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
-    (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=asdict(args)), indent=2))
+    (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=args.typed), indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
+    reporter = Reporter(args, learner, folder)
     code = 0
     with running(inference), own_stream(device):
         saved_at = time.monotonic()
-        reporter = Reporter(args, learner, folder)
         try:
             while learner.global_step < args.total_timesteps:
                 reporter.update(learner.iterate(learner.collect()))
@@ -1211,51 +1246,66 @@ def train(args: Args, folder: Path) -> int:
             reporter.close()
     print(f"{'stopped' if code else 'done'}: {learner.global_step:,} steps, {reporter.score}")
     if learner.global_step:
-        print(
-            f"play: python evaluate.py {folder} --env-id {args.env_id}\n"
-            f"curves: tensorboard --logdir {folder}\n"
-            f"go on: the same command with --experiment {args.experiment}\n"
-            "    (after its end with a larger --total-timesteps, too)"
-        )
+        place = shlex.quote(str(folder))
+        print(f"play: python evaluate.py {place} --env-id {shlex.quote(args.env_id)}")
+        print(f"curves: tensorboard --logdir {place}")
+    else:
+        print(f"{folder} has settings, but no checkpoint")
+    print(f"continue: the same command with --experiment {shlex.quote(args.experiment)}")
     return code
 
 
 def saved_args(folder: Path) -> Args:
-    """Of an experiment that is to be resumed. Raises UserError."""
-    cfg = json.loads((folder / "cfg.json").read_text())
-    saved = cfg["args"]
-    differing = saved.keys() ^ asdict(Args()).keys()
-    if differing or Path(cfg["file"]).name != Path(__file__).name:
-        raise UserError(
-            f"{folder} is of another file, or another version of this one: {cfg['file']}; flags that differ: "
-            f"{', '.join(sorted(differing)) or 'none'}"
-        )
-    return Args(**saved)
+    """Returns those of an experiment that is to be resumed. Raises UserError."""
+    path = folder / "cfg.json"
+    try:
+        cfg = json.loads(path.read_text())
+        check_type(cfg["args"], TypedDict("flags", get_type_hints(Args)))
+        if Path(cfg["file"]).name != Path(__file__).name:
+            raise UserError(f"{folder} is a run of another file: {cfg['file']}")
+        return Args(**cfg["args"])
+    except (ValueError, LookupError, TypeError, TypeCheckError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is damaged, or of another version of this file: {reason}") from None
 
 
 def parse_args() -> tuple[Args, Path]:
     """Args, and the run's folder. Raises UserError."""
     sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
-    args = tyro.cli(Args)
+    # 1e6 as 1000000, which int() takes
+    words = [f"{float(w):.0f}" if re.fullmatch(r"\d+(\.\d)?e[1-9]", w) else w for w in sys.argv[1:]]
+    args = tyro.cli(Args, args=words)
     if args.experiment is None:
-        args.experiment = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
-    folder = (Path(args.train_dir) / args.experiment).resolve()  # an environment may change the working directory
+        name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        args.experiment = args.typed["experiment"] = re.sub("[/:]", "-", name)
+    train_dir = os.path.abspath(args.train_dir)  # an environment may change the working directory
+    folder = Path(os.path.abspath(Path(train_dir, args.experiment)))
+    if str(folder.parent) != train_dir:
+        raise UserError(f"--experiment {args.experiment!r} is not the name of a folder in {train_dir}")
     if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
         saved = saved_args(folder)
         if ":" in saved.env_id and args.env_id != saved.env_id:  # a run's folder never names code to be run
             raise UserError(f"type --env-id {saved.env_id} again: it imports a module")
-        args = tyro.cli(Args, default=saved)
+        vars(saved).update(saved.typed)  # else tyro would take for typed what was filled in
+        args = tyro.cli(Args, args=words, default=saved)
+        for name, before in saved.typed.items():
+            now = args.typed[name]
+            if now != before:
+                if name in FIXED:
+                    raise UserError(f"{folder} was made with {name} {before}, not {now}: choose another --experiment")
+                print(f"override: {name} {before} -> {now}")
     return args, folder
 
 
 def main() -> int:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as a daemon's
+            setattr(sys, name, open(os.devnull, "w"))
+            os.set_inheritable(getattr(sys, name).fileno(), True)
     try:
         args, folder = parse_args()
         return train(args, folder)
-    except BrokenPipeError:  # who read our output has gone, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (UserError, FloatingPointError, OSError) as error:
+    except (UserError, FloatingPointError, OSError, gym.error.Error, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -89,20 +89,20 @@ def test_train_and_resume(run, main, tmp_path, name, game, flags):
     script, appo, texts, found, checkpoints = train_and_resume(run, main, tmp_path, name, game, *flags)
     steps = [content["global_step"] for content in checkpoints]
     for text, step, place in zip(texts, steps, (f"a new run in {folder}", f"resuming {folder} at step {steps[0]:,}")):
-        assert f"{game}: 2 workers, 8 environments\n{place}\n" in text, "what was typed the first time still holds"
-        ways = rf"play: python evaluate.py {folder}(?: --env-id CartPole-v1)?\ncurves: tensorboard --logdir {folder}\ngo on: the same command with --experiment e\n .*"
+        cores = appo.num_cores()
+        assert f"{game}: 2 workers on {cores} cores, 8 environments\n{place}\n" in text, "what was typed the first time still holds"
+        ways = rf"play: python evaluate.py {folder}(?: --env-id CartPole-v1)?\ncurves: tensorboard --logdir {folder}\ncontinue: the same command with --experiment e"
         assert re.search(rf"^done: {step:,} steps, .*\n{ways}$", text, re.M)
     cfg = json.loads((folder / "cfg.json").read_text())
     assert cfg["file"] == str(script) and (cfg["args"]["batch_size"], cfg["args"]["learning_rate"]) == (64, 0.0002)
     assert set(found) == TAGS - (OPERATIONS if name == "appo_gym" else set()), "the tags are those of the table"
     files = {path.name for path in folder.iterdir() if "events" not in path.name}
-    if name == "appo_gym":
-        assert files == {"cfg.json", "latest.pth"} and "override" not in "".join(texts)
-    else:
-        assert files == {"cfg.json", "checkpoints", "log.txt"} and f"override: learning_rate {appo.Args.learning_rate} -> 0.0002\n" in texts[1]
+    assert files == {"cfg.json", "lock", *({"latest.pth"} if name == "appo_gym" else {"checkpoints", "log.txt"})}
+    assert f"override: learning_rate {appo.Args.learning_rate} -> 0.0002\n" in texts[1] and "override" not in texts[0]
+    if name != "appo_gym":
         assert "frames/s" in (folder / "log.txt").read_text()
     code, text = main(appo, "--train-dir", tmp_path, "--experiment", "e", "--total-timesteps", 100)
-    assert code == 0 and text.endswith("it is finished: raise --total-timesteps\n") and "workers" not in text
+    assert code == 0 and text.endswith("Already complete: raise --total-timesteps to continue.\n") and "workers" not in text
 
 
 @pytest.mark.parametrize("name, game", [("appo_gym", "Acrobot-v1"), ("appo_doom", "battle"), ("appo_atari", "Breakout-v5"),
@@ -124,8 +124,8 @@ def test_same_seed_same_weights(name, game, main, tmp_path):
 
 
 BAD = {
-    "appo_gym --env-id CartPole-v77": "--env-id CartPole-v77: Environment version `v77`.* doesn't exist.*name the module that registers it",
-    "appo_gym --env-id nowhere:Env-v0": "--env-id nowhere:Env-v0: No module named 'nowhere'",
+    "appo_gym --env-id CartPole-v77": "Environment version `v77` for environment `CartPole` doesn't exist",
+    "appo_gym --env-id nowhere:Env-v0": "No module named 'nowhere'",
     "appo_gym --env-id Pendulum-v1": r"unsupported spaces, Dict\(.*for a Box of actions: appo_mujoco.py",
     "appo_gym --num-envs 5 --num-workers 2": "--num-envs 5 cannot be shared out evenly among --num-workers 2",
     "appo_doom --env-id battel": "unknown --env-id battel; there are basic, .*, battle, ",
@@ -135,7 +135,7 @@ BAD = {
     "appo_doom --actor-timeout -1": "--actor-timeout -1.0 is out of range: at least 0",
     "appo_doom --reward-clip 0": "--reward-clip 0.0 is out of range: at least 0.001",
     "appo_atari --sticky-actions 25": "--sticky-actions 25.0 is out of range: it is a probability",
-    "appo_atari_replay --sticky-actions -1": "--sticky-actions -1.0 is out of range: it is a probability",
+    "appo_atari_replay --sticky-actions -1": "--sticky-actions -1.0 is out of range: at least 0",
     "appo_doom --num-envs-per-worker 10000000": r"/dev/shm has [\d,]+ MiB free, [\d,]+ are needed: use fewer environments",
 } | {f"{name} {flag}": sentence for name in NAMES for flag, sentence in {
     "--device cuda:7": "--device cuda:7: .*CUDA",
@@ -190,7 +190,7 @@ def test_an_experiment_stays_below_the_train_dir(name, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     short = ["--num-workers", "0", "--num-envs-per-worker", "1", "--total-timesteps", "1", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["appo_doom.py", "--experiment", name, *short])
-    assert refused(appo_doom.main, capsys) == f"--experiment {name} is not a folder in train_dir\n"
+    assert refused(appo_doom.main, capsys) == f"--experiment {name!r} is not the name of a folder in {tmp_path}/train_dir\n"
     assert content() == before
 
 
@@ -225,17 +225,27 @@ def saved(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_of_another_file_or_version_is_refused(name, saved, tmp_path, capsys):
     """At the name of the file; where it lies does not matter."""
-    appo, start = importlib.import_module(name), f"{tmp_path}/train_dir/e is of another file, or another version of this one: "
-    assert refused(saved(appo, of="/home/me/appo_other.py"), capsys) == f"{start}/home/me/appo_other.py; flags that differ: none\n"
-    sentence = refused(saved(appo, of=f"/home/me/{name}.py", my_own_flag=1, gamma="none at all"), capsys)
-    assert sentence == f"{start}/home/me/{name}.py; flags that differ: gamma, my_own_flag\n"
+    appo, folder = importlib.import_module(name), f"{tmp_path}/train_dir/e"
+    assert refused(saved(appo, of="/home/me/appo_other.py"), capsys) == f"{folder} is a run of another file: /home/me/appo_other.py\n"
+    for flag, value, problem in (("my_own_flag", 1, "my_own_flag"), ("gamma", "none at all", "gamma"), ("seed", "one", "seed.*int"),
+                                 ("seed", None, "seed.*int"), ("rnn_type", "grue", "rnn_type"), ("num_workers", 1.5, "num_workers")):  # fmt: skip
+        sentence = refused(saved(appo, of=f"/home/me/{name}.py", **{flag: value}), capsys)
+        assert re.match(rf"{folder}/cfg.json is damaged, or of another version of this file: .*{problem}", sentence)
     assert refused(saved(appo, of=f"/home/me/{name}.py", rollout=0), capsys).startswith("--rollout 0 is out of range"), "it is resumed"
 
 
-@pytest.mark.parametrize("name", ["appo_doom", "appo_doom_multigpu"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"file": "appo_gym.py", "args": 3}', '{"args": {}}', "<html>404</html>"])
+def test_a_damaged_cfg_json_is_a_sentence(text, saved, tmp_path, capsys):
+    resume = saved(appo_gym)
+    (tmp_path / "train_dir" / "e" / "cfg.json").write_text(text)
+    assert refused(resume, capsys).startswith(f"{tmp_path}/train_dir/e/cfg.json is damaged, or of another version of this file: ")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_another_network_or_environment_needs_another_folder(name, saved, tmp_path, capsys):
     appo = importlib.import_module(name)
-    for flag, before, now in (("hidden-size", 512, 64), ("env-id", "basic", "battle"), ("rnn-type", "gru", "lstm")):
+    size, rnn, game = appo.Args.hidden_size, appo.Args.rnn_type, appo.Args.env_id
+    for flag, before, now in (("hidden-size", size, 2 * size), ("env-id", game, "other"), ("rnn-type", rnn, "none" if rnn == "gru" else "gru")):
         sentence = refused(saved(appo, flags=[f"--{flag}", str(now)]), capsys)
         assert re.fullmatch(rf"{tmp_path}/train_dir/e was made with {flag.replace('-', '.')} {before}, not {now}: .*\n", sentence)
 
@@ -284,7 +294,7 @@ def test_the_same_command_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["appo", "--experiment", "e", "--cfg-path", "own.cfg"])
     args, folder = appo_doom.parse_args()
     folder.mkdir(parents=True)
-    (folder / "cfg.json").write_text(json.dumps(dict(file=appo_doom.__file__, args=asdict(args))))
+    (folder / "cfg.json").write_text(json.dumps(dict(file=appo_doom.__file__, args=args.typed)))
     assert args.cfg_path == str(tmp_path / "own.cfg") and appo_doom.parse_args() == (args, folder)
 
 
@@ -352,7 +362,7 @@ def test_every_flag_is_read_and_explained(path, monkeypatch, capsys):
     assert end.value.code == 0
     options = [" ".join(text.replace("│", " ").split()) for text in re.split(r"\n[│ ]+--(?=\w)", shown)]
     for name, (text,) in helps.items():
-        (option,) = [option for option in options if re.match(rf"{name.replace('_', '-')}[ ,]", option)]
+        (option,) = [option for option in options if re.match(rf"(lr FLOAT, --)?{name.replace('_', '-')}[ ,]", option)]
         assert " ".join(text.split()) in option, f"--help shows the text of {name} beside it"
         if "(default: None)" in option:
             assert re.search("None|Default:|instead", text), f"the text of {name} says what comes without it"

@@ -3,6 +3,7 @@
 The fixture `run` fails every one of these tests when a process or shared memory is left behind.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -256,7 +257,8 @@ def test_sigterm_to_every_process_of_a_job(gym):
 
     def to_all(main, number):
         for pid in sorted(marked(r.mark)):
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # the first ones have ended the others
+                os.kill(pid, number)
 
     stop(r, to_all, signal.SIGTERM)
     assert time.monotonic() - begin < 10
@@ -279,7 +281,7 @@ def test_ctrl_c_while_main_imports(run):
     r = run(*GYM, script=ROOT / "appo_gym.py", launcher=("-u",))
     r.wait_for(lambda: "libtorch" in Path(f"/proc/{r.process.pid}/maps").read_text(), what="the import of PyTorch")
     os.killpg(r.process.pid, signal.SIGINT)
-    assert r.wait(30) == -signal.SIGINT and r.text() == ""
+    assert r.wait(30) == -signal.SIGINT and r.text() == "importing torch ...\n"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
@@ -341,7 +343,8 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(main, tmp_path):
 def test_who_reads_the_output_goes(tmp_path, odd):
     flags = " ".join(map(str, ("--train-dir", tmp_path, *GYM, "--num-workers", 0, "--total-timesteps", 1000)))
     result = subprocess.run(f"{sys.executable} {ROOT / 'appo_gym.py'} {flags} | head -2", shell=True, capture_output=True, text=True, timeout=60)
-    assert re.fullmatch("CartPole-v1: 0 workers, 4 environments\na new run in .*\n", result.stdout) and result.stderr == "", result
+    assert re.fullmatch(r"CartPole-v1: 0 workers on \d+ cores, 4 environments\na new run in .*\n", result.stdout), result
+    assert "error: [Errno 32] Broken pipe\n" in result.stderr and "Traceback" not in result.stderr, result
     latest(tmp_path / "e")
 
 
@@ -351,7 +354,7 @@ def test_runs_of_a_second_have_folders_of_their_own(tmp_path):
     found = [python(script, folder=tmp_path).stdout for _ in range(2)]
     assert found[0] != found[1]
     for name in found:
-        assert re.fullmatch(rf"{tmp_path}/train_dir/CartPole-v1__appo_names__1__1000000000_\d+\n", name), name
+        assert re.search(rf"^{tmp_path}/train_dir/CartPole-v1__appo_names__1__1000000000_\d+\n\Z", name, re.M), name
 
 
 # ---- operations
@@ -480,7 +483,7 @@ def test_a_hang_in_step_is_reported_with_its_stack(start, tmp_path_factory):
     assert COUNTING.count(line) == 1
     script = with_envs(tmp_path_factory.mktemp("hanging"), "appo_hanging", COUNTING.replace(line, line + HANGS))
     r = start("--actor-timeout", "1", script=script)
-    r.wait_for(lambda: len(re.findall(r"^actor [01]: hung; starting another$", r.text(), re.M)) == 2, 60, "two successors")
+    r.wait_for(lambda: len(re.findall(r"^actor [01]: hung: --actor-timeout; starting another$", r.text(), re.M)) == 2, 60, "two successors")
     stacks = re.findall(r'most recent call first\):\n  File ".*edited_appo_hanging.py", line (\d+) in step\n', r.text())
     assert len(set(stacks)) == 2, "where they hung"
     goes_on(r)
@@ -492,12 +495,12 @@ def test_a_hang_while_environments_start_ends_the_run(start):
     r = start("--num-envs-per-worker", "1", "--actor-timeout", "2", edits=[before_each("reset", "time.sleep(1000)")])
     assert r.wait(60) == 2 and "starting another" not in r.text()
     assert re.search(r'File ".*edited_.*.py", line \d+ in reset\n', r.text()), "where it hung"
-    assert re.search(r"\nerror: actor [01]: hung\n\Z", r.text()), r.text()
+    assert re.search(r"\nerror: actor [01]: hung: --actor-timeout\n\Z", r.text()), r.text()
 
 
 def test_an_engine_hangs_and_main_is_killed(start):
     """The worst case: an actor waits for ever inside a game, and nobody is left to notice but itself."""
-    r = training(start("--actor-timeout", "10"))
+    r = training(start("--actor-timeout", "3"))
     for engine in r.engines():
         os.kill(engine, signal.SIGSTOP)
     time.sleep(1)

@@ -145,7 +145,7 @@ def test_rollouts_are_whole_ordered_and_unmixed(appo, tmp_path):
 
 
 def test_finished_episodes_are_counted_once(appo, tmp_path):
-    with Pipeline(appo, tmp_path, **dict(actor_timeout=0.0) if hasattr(appo, "timer") else {}) as pipeline:
+    with Pipeline(appo, tmp_path, **dict(actor_timeout=0.0) if hasattr(appo, "log") else {}) as pipeline:
         rollouts = []
         while len(rollouts) < 150:
             rollouts += pipeline.take()
@@ -154,7 +154,7 @@ def test_finished_episodes_are_counted_once(appo, tmp_path):
     finished = sum(check_rollout(rollout, 5)[2] for rollout in rollouts)
     assert abs(len(episodes) - finished) <= 4 * pipeline.rows, "up to what is in rollouts that were not taken"
     assert {length for _, length in episodes} <= set(range(1, 10))
-    double = 2 if hasattr(appo, "timer") else 1  # Doom's score is of raw rewards, which are double here
+    double = 2 if hasattr(appo, "log") else 1  # Doom's score is of raw rewards, which are double here
     returns = [double * (0.1 * rollout["actions"][t, 0] + rollout["actions"][t, 1]) for rollout in rollouts for t in range(5)]
     assert all(0 <= score <= double * 3.2 * length + 1e-4 for score, length in episodes) and max(returns) > 0
     ones = [score for score, length in episodes if length == 1]

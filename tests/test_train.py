@@ -229,7 +229,7 @@ def test_a_finished_run_says_so_and_a_resumed_one_where_it_goes_on(appo, train, 
     last = f"{before['global_step']:,} steps, return [-.0-9]+\nplay: python evaluate.py {tmp_path / 'run'}( --env-id .*)?\n"
     assert re.search(f"^done: {last}", capsys.readouterr().out, re.M)
     assert train(appo) == 0
-    assert capsys.readouterr().out.endswith("it is finished: raise --total-timesteps\n")
+    assert capsys.readouterr().out.endswith("Already complete: raise --total-timesteps to continue.\n")
     assert sorted(tmp_path.rglob("*")) == files
     assert train(appo, total_timesteps=600) == 0
     assert f"resuming {tmp_path / 'run'} at step {before['global_step']:,}\n" in capsys.readouterr().out
@@ -310,11 +310,9 @@ def test_a_run_of_another_version_of_the_file_is_refused(appo, main, tmp_path, b
     path = tmp_path / "run" / "cfg.json"
     cfg = json.loads(path.read_text())
     cfg["args"]["flag_of_old"] = 7
-    del cfg["args"]["vtrace_c"]
     path.write_text(json.dumps(cfg))
     code, text = main(appo, *flags)
-    sentence = "error: .*/run is of another file, or another version of this one: .*; flags that differ: flag_of_old, vtrace_c\n"
-    assert code == 2 and re.fullmatch(sentence, text), text
+    assert code == 2 and re.fullmatch("error: .*/run/cfg.json is damaged, or of another version of this file: .*flag_of_old.*\n", text), text
 
 
 # ---- checkpoints
@@ -409,7 +407,8 @@ def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as stopped:
         stop_after(appo, stopped, 0)
         assert train() == 130 and checkpoints(tmp_path) == []
-    assert capsys.readouterr().out.endswith("\nstopped: 0 steps, no episode has ended\n")
+    left = f"{tmp_path}/run has settings, but no checkpoint\ncontinue: the same command with --experiment run\n"
+    assert capsys.readouterr().out.endswith(f"\nstopped: 0 steps, no episode has ended\n{left}")
     assert train() == 0
     files = checkpoints(tmp_path)
     stop_after(appo, monkeypatch, 0)
@@ -590,13 +589,13 @@ def test_the_bar_fits_into_80_columns(reporter):
     reporter.learner.global_step = 30_862
     report(reporter, learner=9, requests=9)
     bar = str(reporter.bar)
-    assert len(bar) <= 80 and re.search(r"\d% .* \d:\d\d:\d\d left, return -164.11, 12,3\d\d frames/s, lag 1.2, limit: environments", bar), bar
+    assert len(bar) <= 80 and re.search(r"\d% .* \d:\d\d:\d\d, return -164.11, 12,3\d\d frames/s, lag 1, limit: environments$", bar), bar
 
 
 @pytest.mark.parametrize("counts, name", [(dict(blocks=4, learner=3, requests=6), "learner"), (dict(blocks=1, learner=3, requests=6), "environments"),
                                           (dict(blocks=1, learner=3, requests=4), "inference")])  # fmt: skip
 def test_the_limit_is_named(reporter, counts, name):
-    assert report(reporter, **counts).endswith(f", lag 1.2, limit: {name}")
+    assert report(reporter, **counts).endswith(f", lag 1, limit: {name}")
 
 
 @pytest.mark.parametrize("slow", ["learner", "environments", "inference"])
@@ -625,4 +624,4 @@ def test_what_is_slow_is_named(tmp_path_factory, train, tmp_path, monkeypatch, s
 def test_a_first_update_that_is_long_in_coming_says_what_it_waits_for(tmp_path_factory, train, tmp_path, capsys):
     slow = COUNTING.replace("        self.count += 1\n", "        self.count += 1\n        time.sleep(0.5)\n")
     assert train(load(with_envs(tmp_path_factory.mktemp("slow"), "appo_slow_first", slow)), total_timesteps=1) == 0  # 5 steps of 4 environments
-    assert re.search(r"^waiting for environments and first rollouts: \d+ steps, [123] steps/s$", capsys.readouterr().out, re.M)
+    assert re.search(r"^4 of 4 environments have started, (12|16|20) steps collected$", capsys.readouterr().out, re.M)
