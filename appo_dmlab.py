@@ -93,7 +93,6 @@ import re
 import selectors
 import shlex
 import shutil
-import tempfile
 import threading
 import time
 import traceback
@@ -248,37 +247,38 @@ class Task(NamedTuple):
     dataset: bool = False  # needs --dataset-path
 
 
+GeneratedTask = functools.partial(Task, generated=True)
 TASKS = {
     "rooms_collect_good_objects_train": Task(10, 0.073, 3600, test="rooms_collect_good_objects_test"),
     "rooms_exploit_deferred_effects_train": Task(85.65, 8.501, 3600, test="rooms_exploit_deferred_effects_test"),
     "rooms_select_nonmatching_object": Task(65.9, 0.312, 720),
     "rooms_watermaze": Task(54, 4.065, 7200),
-    "rooms_keys_doors_puzzle": Task(53.8, 4.135, 3600, generated=True),
+    "rooms_keys_doors_puzzle": GeneratedTask(53.8, 4.135, 3600),
     "language_select_described_object": Task(389.5, -0.07, 3600),
     "language_select_located_object": Task(280.7, 1.929, 7200),
     "language_execute_random_task": Task(254.05, -5.913, 7200),
     "language_answer_quantitative_question": Task(184.5, -0.33, 3600),
-    "lasertag_one_opponent_small": Task(12.65, -0.224, 14400, generated=True),
-    "lasertag_three_opponents_small": Task(18.55, -0.214, 14400, generated=True),
-    "lasertag_one_opponent_large": Task(18.6, -0.083, 14400, generated=True),
-    "lasertag_three_opponents_large": Task(31.5, -0.102, 14400, generated=True),
+    "lasertag_one_opponent_small": GeneratedTask(12.65, -0.224, 14400),
+    "lasertag_three_opponents_small": GeneratedTask(18.55, -0.214, 14400),
+    "lasertag_one_opponent_large": GeneratedTask(18.6, -0.083, 14400),
+    "lasertag_three_opponents_large": GeneratedTask(31.5, -0.102, 14400),
     "natlab_fixed_large_map": Task(36.9, 2.173, 7200),
     "natlab_varying_map_regrowth": Task(24.45, 2.989, 7200),
     "natlab_varying_map_randomized": Task(42.35, 7.346, 7200),
-    "skymaze_irreversible_path_hard": Task(100, 0.1, 3600, generated=True),
-    "skymaze_irreversible_path_varied": Task(100, 14.4, 3600, generated=True),
+    "skymaze_irreversible_path_hard": GeneratedTask(100, 0.1, 3600),
+    "skymaze_irreversible_path_varied": GeneratedTask(100, 14.4, 3600),
     "psychlab_arbitrary_visuomotor_mapping": Task(58.75, 0.163, 18000, dataset=True),
     "psychlab_continuous_recognition": Task(58.3, 0.224, 18000, dataset=True),
     "psychlab_sequential_comparison": Task(39.5, 0.129, 18000),
     "psychlab_visual_search": Task(78.5, 0.085, 9000),
-    "explore_object_locations_small": Task(74.45, 3.575, 5400, generated=True),
-    "explore_object_locations_large": Task(65.65, 4.673, 7200, generated=True),
-    "explore_obstructed_goals_small": Task(206, 6.76, 5400, generated=True),
-    "explore_obstructed_goals_large": Task(119.5, 2.61, 7200, generated=True),
-    "explore_goal_locations_small": Task(267.5, 7.66, 5400, generated=True),
-    "explore_goal_locations_large": Task(194.5, 3.14, 7200, generated=True),
-    "explore_object_rewards_few": Task(77.7, 2.073, 5400, generated=True),
-    "explore_object_rewards_many": Task(106.7, 2.438, 7200, generated=True),
+    "explore_object_locations_small": GeneratedTask(74.45, 3.575, 5400),
+    "explore_object_locations_large": GeneratedTask(65.65, 4.673, 7200),
+    "explore_obstructed_goals_small": GeneratedTask(206, 6.76, 5400),
+    "explore_obstructed_goals_large": GeneratedTask(119.5, 2.61, 7200),
+    "explore_goal_locations_small": GeneratedTask(267.5, 7.66, 5400),
+    "explore_goal_locations_large": GeneratedTask(194.5, 3.14, 7200),
+    "explore_object_rewards_few": GeneratedTask(77.7, 2.073, 5400),
+    "explore_object_rewards_many": GeneratedTask(106.7, 2.438, 7200),
 }
 # Columns: look right and down, in pixels a frame (57: a full turn takes a second); strafe right; forward; fire; jump;
 # crouch
@@ -307,7 +307,7 @@ def task_of(args: Args, name: str) -> Task:
     """A level that is not of DMLab-30 has no known scores, and may generate maps. Raises UserError."""
     if name not in TASKS and not (args.episode_seconds or 0) > 0:
         raise UserError(f"--episode-seconds is missing: the time limit of {name}, which is not one of DMLab-30")
-    return TASKS.get(name) or Task(0.0, 0.0, 60 * args.episode_seconds, generated=True)
+    return TASKS.get(name) or GeneratedTask(0.0, 0.0, 60 * args.episode_seconds)
 
 
 @functools.cache
@@ -318,16 +318,29 @@ def lab_module():
         import deepmind_lab
     except ImportError as error:
         raise UserError(
-            f"cannot import deepmind_lab ({error}); no package registry has it. Build its wheel with Bazel "
-            "(python/pip_package/README.md of github.com/google-deepmind/lab), or copy a folder deepmind_lab that was "
-            "built for this version of Python to where Python finds it. To compile maps it needs bash, zip, dirname "
-            "and mv on the PATH"
+            f"cannot import deepmind_lab ({error}); no package registry has it. Build its wheel for this version of "
+            "Python with Bazel (python/pip_package/README.md of github.com/google-deepmind/lab), unzip it, and put the "
+            "folder that holds deepmind_lab.so on PYTHONPATH: installed by pip it also imports six, pkg_resources and "
+            "imp, and Python 3.12 has no imp"
         ) from None
     return deepmind_lab
 
 
+@contextlib.contextmanager
+def engine_errors(name: str):
+    """Context in which the engine's exceptions become a UserError of one line: a map or a traceback of Lua follows."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        text = str(error).partition("\n")[0]
+        advice = "check the level's name, --renderer, and that the engine's files are complete"
+        if not shutil.which("zip"):
+            advice = "install zip, which it compiles maps with, or " + advice
+        raise UserError(f"--env-id {name}: DeepMind Lab fails: {text}; {advice}") from None
+
+
 def make_lab(args: Args, name: str, **where):
-    """The engine of a task. It starts nothing before its first `reset`. Raises RuntimeError, UserError."""
+    """The engine of a task. It starts nothing before its first `reset`. Raises UserError."""
     task = task_of(args, name)
     level = f"contributed/dmlab30/{name}" if name in TASKS else name
     config = dict(width=str(IMAGE[1]), height=str(IMAGE[0]), appendCommand="+set net_enabled 0")  # no network ports
@@ -340,22 +353,21 @@ def make_lab(args: Args, name: str, **where):
         config["datasetPath"] = args.dataset_path
     if args.renderer == "hardware":
         config["gpuDeviceIndex"] = args.device.partition(":")[2] or "0"
-    return lab_module().Lab(level, ["RGB_INTERLEAVED", "INSTR"], config=config, renderer=args.renderer, **where)
+    with engine_errors(name):
+        return lab_module().Lab(level, ["RGB_INTERLEAVED", "INSTR"], config=config, renderer=args.renderer, **where)
 
 
 def check_levels(args: Args):
     """Raises UserError for a level that the engine does not have, or a data set that is missing."""
     for task in tasks_of(args):
-        if task_of(args, task).dataset and args.dataset_path != "dummy":
-            if not args.dataset_path or not any(Path(args.dataset_path).rglob("*.jpg")):
-                raise UserError(
-                    f"--dataset-path {args.dataset_path} has no pictures (*.jpg), which {task} needs: the folder of "
-                    'the data set brady_konkle_oliva2008, or "dummy" for plain colours that the engine has'
-                )
-        try:
-            make_lab(args, task).close()
-        except RuntimeError as error:
-            raise UserError(f"--env-id {task}: the engine does not start it: {error}") from None
+        complete = args.dataset_path == "dummy" or Path(args.dataset_path or "", "2400.png").exists()
+        if task_of(args, task).dataset and not complete:
+            raise UserError(
+                f"--dataset-path {args.dataset_path} has no pictures 0001.png to 2400.png, which {task} needs: make "
+                "them as data/brady_konkle_oliva2008/README.md of github.com/google-deepmind/lab says, or use plain "
+                "colours with --dataset-path dummy"
+            )
+        make_lab(args, task).close()
 
 
 @functools.lru_cache(maxsize=1000)
@@ -381,14 +393,13 @@ def engines_folder(args: Args) -> Path:
     return Path(args.train_dir, args.experiment or "", "engines").resolve()
 
 
+@dataclass
 class LevelCache:
     """Compiled maps in a folder, in files named by the engine's key. Processes and runs may share it. The engine calls
     `fetch` before it compiles a map and `write` afterwards, within `reset` and, on some levels, within `step`. Language
     levels compile maps beside those of `num_maps`. Nobody removes maps."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+    folder: Path
 
     def fetch(self, key: str, pk3_path: str) -> bool:
         with contextlib.suppress(Exception):  # it is not there, or whatever a damaged file raises: compile
@@ -400,6 +411,7 @@ class LevelCache:
     def write(self, key: str, pk3_path: str):
         temporary = self.folder / f"{key}_{uuid.uuid4()}.tmp"
         try:  # under another name first: a map is whole or absent
+            self.folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(pk3_path, temporary)
             os.replace(temporary, self.folder / f"{key}.pk3")
         except OSError as error:
@@ -420,6 +432,7 @@ class LabEnv(gym.Env):
         self.place = place
         self.render_mode = render_mode
         self.lab = None
+        self.folder = engines_folder(args) / str(uuid.uuid4())
         self.metadata = dict(render_modes=["rgb_array"], render_fps=60 / args.frameskip)
         self.actions = np.array(EXTENDED_ACTIONS if args.extended_action_set else ACTIONS, np.intc)
         self.observation_space = Dict(
@@ -434,12 +447,11 @@ class LabEnv(gym.Env):
         silence_engines()
         tasks = tasks_of(self.args)
         self.number = (first_row + self.place) % len(tasks)
-        self.task = task_of(self.args, tasks[self.number])
-        engines = engines_folder(self.args)
-        engines.mkdir(parents=True, exist_ok=True)
-        self.folder = tempfile.mkdtemp(dir=engines)  # the engine does not remove it
-        cache = LevelCache(Path(self.args.level_cache or Path(self.args.train_dir, "level_cache")))
-        self.lab = make_lab(self.args, tasks[self.number], level_cache=cache, temp_folder=self.folder)
+        self.name = tasks[self.number]
+        self.task = task_of(self.args, self.name)
+        self.folder.mkdir(parents=True)
+        cache = LevelCache(Path(self.args.level_cache or f"{self.args.train_dir}/level_cache"))
+        self.lab = make_lab(self.args, self.name, level_cache=cache, temp_folder=str(self.folder))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -447,7 +459,8 @@ class LabEnv(gym.Env):
             self.start((options or {}).get("first_row", 0))
         generated = self.task.generated and not self.args.test_levels
         seeds = self.args.num_maps if generated else 2**31 - 1
-        self.lab.reset(seed=int(self.np_random.integers(seeds)))
+        with engine_errors(self.name):
+            self.lab.reset(seed=int(self.np_random.integers(seeds)))
         self.frames = 0
         return self.observation(), {}
 
@@ -460,7 +473,8 @@ class LabEnv(gym.Env):
         return dict(obs=self.image, words=self.words, task=np.array(self.number))
 
     def step(self, action: np.ndarray):
-        raw_reward = self.lab.step(self.actions[action[0]], num_steps=self.args.frameskip)
+        with engine_errors(self.name):  # a step may compile a map
+            raw_reward = self.lab.step(self.actions[action[0]], num_steps=self.args.frameskip)
         self.frames += self.args.frameskip
         over = not self.lab.is_running()
         in_time = self.frames < self.task.frames  # the engine does not say why it is over
@@ -476,7 +490,9 @@ class LabEnv(gym.Env):
         if self.lab:
             self.lab.close()
             self.lab = None
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # the engine leaves it
+        with contextlib.suppress(OSError):  # other engines have theirs beside it, or there is none
+            self.folder.parent.rmdir()
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
@@ -1672,7 +1688,7 @@ class Reporter:
             bar_format="{percentage:.0f}% {bar} {remaining}{postfix}",
         )
         self.metrics = {}  # of the last iteration
-        self.score = "not yet an episode of each task"
+        self.score = "no episode has ended"
         self.first = self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
 
     def update(self, metrics):
@@ -1697,10 +1713,13 @@ class Reporter:
             "stats/inference_blocked": change["blocks"] / seconds,  # or has requests and waits for free blocks
             "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
         }
+        episodes = self.learner.inference.episodes
         metrics, _ = scores(self.learner.args, self.learner.inference)
         if metrics:
             scalars |= metrics
             self.score = f"return {metrics['charts/episodic_return']:.2f}"
+        elif any(episodes):
+            self.score = f"episodes of {sum(map(bool, episodes))}/{len(episodes)} tasks"
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, self.learner.global_step)
         total = now - self.first  # of the session: it does not change with every report

@@ -3,8 +3,8 @@
     python benchmark/fill_level_cache.py                                    # 3 maps for each task of DMLab-30 that has any
     python benchmark/fill_level_cache.py --env-id explore_goal_locations_large --maps 100 --num-workers 20
 
-A map takes 3 to 25 seconds. A process whose engine crashes or hangs on a map is replaced, and that map is left out; then the exit code
-is 1. Ctrl-C stops it all, and what has been compiled stays. Levels that compile maps within an episode cannot be filled.
+A map takes 3 to 25 seconds. A map on which the engine fails, crashes or hangs is left out; then the exit code is 1. Ctrl-C or SIGTERM
+stops it all, and what has been compiled stays. Levels that compile maps within an episode cannot be filled.
 """
 
 import multiprocessing.connection
@@ -51,8 +51,16 @@ def compile_maps(args: appo.Args, work: list[tuple[int, int]], taken, done) -> N
                 env.close()
             env = appo.LabEnv(args, task)
             env.start(0)
-        env.lab.reset(seed=seed)
-        signal.alarm(0)
+        try:
+            with appo.engine_errors(env.name):
+                env.lab.reset(seed=seed)
+        except appo.UserError as error:
+            print(f"map {seed} is left out: {error}", file=sys.stderr)
+            env.close()
+            env = None
+            continue
+        finally:
+            signal.alarm(0)
         with done.get_lock():
             done.value += 1
 
@@ -89,6 +97,7 @@ def fill(args: appo.Args, work: list[tuple[int, int]]) -> int:
 
 def main() -> int:
     options = tyro.cli(Options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.maps < 1 or options.num_workers is not None and options.num_workers < 1:
             raise appo.UserError("--maps and --num-workers must be at least 1")

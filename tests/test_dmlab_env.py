@@ -133,6 +133,15 @@ def test_contract_level_cache(module, tmp_path):
     lab.close()
 
 
+def test_contract_missing_programs(module, monkeypatch):
+    """Without zip and the others that compile a map."""
+    monkeypatch.setenv("PATH", "")
+    lab = module.Lab(EXPLORE, ["RGB_INTERLEAVED"], config=SIZE)
+    with pytest.raises(RuntimeError, match="Failed to compile map"):
+        lab.reset(seed=1)
+    lab.close()
+
+
 def test_contract_temporary_folder_and_ports(module, tmp_path, monkeypatch):
     """The folder is left to us; with the settings of make_lab the engine opens no socket."""
 
@@ -283,21 +292,53 @@ def test_observations_and_statistics_agree_on_the_task_of_a_row(make_env, tmp_pa
 
 
 @pytest.mark.parametrize("settings, sentence", [
-    (dict(env_id="rooms_colect_good_objects", episode_seconds=60.0), "--env-id rooms_colect_good_objects: the engine does not start it: .*Level not"),
+    (dict(env_id="rooms_colect_good_objects", episode_seconds=60.0), "--env-id rooms_colect_good_objects: DeepMind Lab fails: .*Level not found.*; check the level's name"),
     (dict(env_id="rooms_watermaze,seekavoid_arena_01"), "--episode-seconds is missing: the time limit of seekavoid_arena_01, which is not one"),
-    (dict(env_id="dmlab_30", dataset_path=None), "--dataset-path None has no pictures .*, which psychlab_arbitrary_visuomotor_mapping needs"),
+    (dict(env_id="dmlab_30", dataset_path=None), "--dataset-path None has no pictures .*, which psychlab_arbitrary_visuomotor_mapping needs: make"),
     (dict(env_id="psychlab_continuous_recognition", dataset_path="/nowhere"), "--dataset-path /nowhere has no pictures"),
-    (dict(renderer="hardware"), "--env-id rooms_watermaze: the engine does not start it: "),
+    (dict(renderer="hardware"), "--env-id rooms_watermaze: DeepMind Lab fails: Failed to connect RL API; check .*--renderer"),
 ])  # fmt: skip
 def test_wrong_levels_and_missing_data_sets(tmp_path, make_env, settings, sentence):
     with pytest.raises(appo.UserError, match=sentence):
         appo.check_levels(make_args(tmp_path, **settings))
 
 
-def test_one_picture_is_a_data_set(tmp_path, make_env):
-    (tmp_path / "set" / "Objects").mkdir(parents=True)
-    (tmp_path / "set" / "Objects" / "apple.jpg").touch()
-    appo.check_levels(make_args(tmp_path, env_id="psychlab_continuous_recognition", dataset_path=str(tmp_path / "set")))
+def test_a_data_set_has_the_engines_names(tmp_path, make_env):
+    """0001.png to 2400.png: not what is unzipped, which the engine's README converts."""
+    args = make_args(tmp_path, env_id="psychlab_continuous_recognition", dataset_path=str(tmp_path))
+    (tmp_path / "apple.jpg").touch()
+    with pytest.raises(appo.UserError, match="has no pictures 0001.png to 2400.png, which psychlab_continuous_recognition needs"):
+        appo.check_levels(args)
+    (tmp_path / "2400.png").touch()
+    appo.check_levels(args)
+
+
+@pytest.mark.parametrize("level, programs, sentence", [
+    ("psychlab_continuous_recognition", True, "reader.lua:48: .* cannot open .*/0001.png; check .* that the engine's files are complete"),
+    ("explore_object_locations_small", False, 'Failed to start environment - "make_map.lua:60: .* Failed to compile map.; install zip, .*'),
+    ("language_select_described_object", False, 'Failed to advance environment "make_map.lua:60: .* Failed to compile map.; install zip, .*'),
+])  # fmt: skip
+def test_the_engines_errors_are_one_line(make_env, tmp_path, monkeypatch, level, programs, sentence):
+    """In a reset; on levels that compile maps within an episode, in a step, too."""
+    if not programs:
+        monkeypatch.setenv("PATH", "")
+    env = make_env(env_id=level, dataset_path=str(tmp_path))
+    with pytest.raises(appo.UserError) as caught:
+        env.reset(seed=0)
+        play(env)
+    assert re.fullmatch(f"--env-id {level}: DeepMind Lab fails: .*{sentence}", str(caught.value))
+
+
+@pytest.mark.parametrize("script, code, sentence", [
+    ("appo_dmlab.py", 2, r"error: actor \d: --env-id lasertag_one_opponent_small: .*; install zip"),
+    ("benchmark/fill_level_cache.py", 1, "map 1 is left out: --env-id lasertag_one_opponent_small: .*; install zip"),
+], ids=["training", "filling"])  # fmt: skip
+def test_a_missing_program_ends_without_a_traceback(tmp_path, script, code, sentence):
+    flags = RUN if code == 2 else ("--maps", "2", "--num-workers", "1")
+    done = python(ROOT / script, "--env-id", "lasertag_one_opponent_small", "--train-dir", tmp_path / "runs", *flags, folder=tmp_path,
+                  **with_stand_in()["env"] | dict(PATH=""))  # fmt: skip
+    assert done.returncode == code and re.search(sentence, done.stdout) and "Traceback" not in done.stdout, done.stdout
+    assert not [*tmp_path.rglob("engines"), *tmp_path.rglob("level_cache"), *tmp_path.rglob("fill*")]
 
 
 def test_a_level_of_dmlab_30_keeps_its_limit(tmp_path):
@@ -327,7 +368,7 @@ def test_a_level_that_is_not_known_has_the_limit_that_is_told(make_env):
 def test_a_missing_engine_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepmind_lab", None)
     appo.lab_module.cache_clear()
-    with pytest.raises(appo.UserError, match="no package registry has it.*zip, dirname and mv"):
+    with pytest.raises(appo.UserError, match="no package registry has it.*the folder that holds deepmind_lab.so on PYTHONPATH"):
         appo.lab_module()
     appo.lab_module.cache_clear()
 
@@ -411,8 +452,19 @@ def test_an_engines_folder_goes_with_it(make_env, tmp_path):
     env = make_env()
     env.reset(seed=0)
     assert len(list((tmp_path / "e" / "engines").iterdir())) == 1
-    env.close()
-    assert not list((tmp_path / "e" / "engines").iterdir())
+    other = make_env()
+    other.reset(seed=0)
+    for _ in range(2):
+        env.close()
+        assert len(list((tmp_path / "e" / "engines").iterdir())) == 1
+    other.close()
+    assert not (tmp_path / "e" / "engines").exists(), "with the last one"
+    broken = make_env(renderer="hardware")
+    with pytest.raises(appo.UserError):
+        broken.reset(seed=0)
+    broken.close()
+    assert not (tmp_path / "e" / "engines").exists(), "also of one that did not start"
+    env.reset(seed=0)
 
 
 def test_evaluation_plays_the_chosen_tasks_and_keeps_its_state(make_env, tmp_path, monkeypatch):
@@ -670,7 +722,19 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
     text = play_run(tmp_path / "e", "--episodes", "3", "--save-video")
     assert "3 episodes a task" in text and "% of people" in text
     assert (tmp_path / "e" / "video.mp4").stat().st_size > 1000
-    assert not list((tmp_path / "engines").iterdir())
+    assert not (tmp_path / "engines").exists()
+
+
+def test_an_evaluation_that_is_stopped_leaves_nothing(run, tmp_path):
+    """While its engines start."""
+    r = run(*RUN, "--experiment", "e", "--total-timesteps", "1", **with_stand_in())
+    assert r.wait(60) == 0, r.text()
+    file = json.loads((tmp_path / "e" / "cfg.json").read_text())["file"]
+    r = run(command=[ROOT / "evaluate.py", tmp_path / "e", "--file", file], **with_stand_in(STAND_IN_RESET="0.5"))
+    r.wait_for(lambda: len(list((tmp_path / "engines").glob("*/dmlab*"))) > 1, 60, "the second engine")
+    r.process.send_signal(signal.SIGINT)
+    assert r.wait(30) == 130 and "Traceback" not in r.text(), r.text()
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"e"}
 
 
 def test_what_a_killed_run_leaves_goes_with_the_next_one(run, tmp_path):
@@ -682,7 +746,7 @@ def test_what_a_killed_run_leaves_goes_with_the_next_one(run, tmp_path):
     r.process.wait()
     r = run("--experiment", "e", "--total-timesteps", "1", **with_stand_in())
     assert r.wait(60) == 0, r.text()
-    assert not engines.exists()
+    assert not engines.exists() and not (tmp_path / "level_cache").exists(), "nothing empty stays"
 
 
 def test_an_engine_that_ends_its_process_is_replaced(run, tmp_path):
@@ -713,15 +777,19 @@ def test_filling_the_cache(run, tmp_path):
     assert r.wait(60) == 2 and "error: --env-id rooms_watermaze generates no maps" in r.text()
 
 
-def test_filling_the_cache_is_stopped_by_ctrl_c(run, tmp_path):
-    """Which a terminal sends to all processes. What was compiled stays."""
+@pytest.mark.parametrize("stop", [
+    lambda process: os.killpg(process.pid, signal.SIGINT),  # Ctrl-C, which a terminal sends to all processes
+    lambda process: process.send_signal(signal.SIGTERM),
+], ids=["Ctrl-C", "SIGTERM"])  # fmt: skip
+def test_filling_the_cache_is_stopped(run, tmp_path, stop):
+    """What was compiled stays."""
     r = run("--maps", "100", "--num-workers", "2", script=ROOT / "benchmark" / "fill_level_cache.py",
             **with_stand_in(STAND_IN_COMPILE="0.3"))  # fmt: skip
     r.wait_for(lambda: len(list((tmp_path / "level_cache").glob("*.pk3"))) > 2, 60, "the third map")
-    os.killpg(r.process.pid, signal.SIGINT)
+    stop(r.process)
     assert r.wait(30) == 130 and "stopped" in r.text() and "Traceback" not in r.text()
     assert len(list((tmp_path / "level_cache").glob("*.pk3"))) < 100
-    assert not (tmp_path / "engines").exists()
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"level_cache"}
 
 
 def test_every_task_is_reported(run, tmp_path):
@@ -731,6 +799,7 @@ def test_every_task_is_reported(run, tmp_path):
             "--dataset-path", "dummy", "--experiment", "e", "--total-timesteps", "9000", "--batch-size", "240",
             **with_stand_in())  # fmt: skip
     assert r.wait(120) == 0, r.text()
+    assert ": episodes of 29/30 tasks, " in r.text(), "one has longer ones"
     found = scalars(tmp_path / "e")
     assert {f"tasks/{task}/episodic_return" for task in appo.TASKS} < set(found)
     assert {"charts/human_normalized", "charts/human_normalized_capped"} < set(found)
