@@ -99,7 +99,7 @@ import traceback
 import uuid
 import zipfile
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace

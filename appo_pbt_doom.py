@@ -25,10 +25,12 @@ An edit of appo_doom.py. What differs:
 - with `--device cuda` policy p has GPU p modulo their number; each device has a thread in which its learners take
   turns, in the default stream;
 - games have PettingZoo's parallel API (`make_game`): Doom, alone or as a match of several engines
-  (`DoomMatch`), whose output is not shown; or PettingZoo's, whose pictures are made smaller. Only Doom needs vizdoom;
+  (`DoomMatch`), whose output is not shown; or PettingZoo's, whose observations, rewards and actions may be all that
+  appo_gym.py takes (`arrays_of`), and whose large images are made smaller. Only Doom needs vizdoom;
 - who plays where (`seat_rows`); a third flag, `inactive`; the shaping and scores of matches (`DoomEnv`);
 - bar and log show the objective;
-- population-based training (`Population`), with coefficients of rewards among what it changes.
+- population-based training (`Population`), with coefficients of rewards among what it changes; a policy that diverges
+  is replaced (`iterate_all`).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerators)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -114,7 +116,7 @@ import torch
 import torch.multiprocessing as mp
 import torch.nn as nn
 import tyro
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple, flatdim, flatten
 from tqdm import tqdm
 from typeguard import TypeCheckError, check_type
 
@@ -259,6 +261,9 @@ class Args:
 # numbers in an agent's `info`, by the names here; Doom gives them when an episode ends
 OWN_SUMS = ("kills", "frags", "deaths", "place", "win")
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
+
+NUMERIC_SPACES = (Box, Discrete, MultiDiscrete, MultiBinary)
+IMAGE_SIDE = 36  # an image has two sides of at least this length: less is too little for `image_encoder`
 
 ENGINE_MEMORY = 3  # MiB of /dev/shm; an engine's file is 10 MiB but sparse: at 160x120 at most 2.8 MiB are used
 # What the agent sees, height, width, RGB: 3 of every 5 rows and 4 of every 5 columns of the engine's screen
@@ -699,19 +704,57 @@ class DoomMatch:
                 player.close()
 
 
-def by_name(observation) -> dict:
-    """An observation, or its space, as a dict."""
-    return dict(observation) if isinstance(observation, dict | Dict) else dict(obs=observation)
+def parts_of(space, observation, name="obs"):
+    """Of each part of an observation: its name (`obs`, or in a Dict or Tuple obs/KEY), its space, and itself."""
+    if isinstance(space, (Dict, Tuple)):
+        for key, part in space.items() if isinstance(space, Dict) else enumerate(space):
+            yield from parts_of(part, observation[key], f"{name}/{key}".replace(".", ":"))  # a module's name has no dot
+    else:
+        yield name, space, observation
 
 
-def smaller(part):
-    """Of a picture [height, width, channels] evenly spaced rows and columns, at most 128 of each; numbers as a float32
-    vector."""
-    part = np.asarray(part)
-    if part.dtype == np.uint8 and part.ndim == 3:
-        rows, columns = (math.ceil(n / 128) for n in part.shape[:2])
-        return part[::rows, ::columns]
-    return part.astype(np.float32).flatten()
+def as_array(name, space, part):
+    """A uint8 array with just two long sides is an image: it becomes [height, width, channels], wherever its sides
+    stood; what other axes it has, such as a stack of frames, are channels. Other numbers become a float32 vector;
+    `flatten` makes a choice one-hot."""
+    if np.shape(part) != space.shape:
+        raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
+    if not isinstance(space, Box):
+        return flatten(space, part).astype(np.float32)
+    if space.dtype == np.uint8:
+        sides = [axis for axis, length in enumerate(space.shape) if length >= IMAGE_SIDE]
+        if len(sides) == 2:
+            image = np.moveaxis(part, sides, (0, 1))
+            return image.reshape(*image.shape[:2], -1)
+    return np.asarray(part, np.float32).ravel()
+
+
+def heads_of(space):
+    """A tuple: the number of actions of each independent head; () for a space that is not of choices."""
+    if isinstance(space, MultiBinary):
+        return (2,) * flatdim(space)
+    sizes = getattr(space, "nvec", getattr(space, "n", ()))  # of a MultiDiscrete, of a Discrete
+    return tuple(np.ravel(sizes).astype(int).tolist())
+
+
+def smaller(array):
+    """Returns evenly spaced rows and columns of an image, at most 128 of each; a vector as it is."""
+    if array.ndim == 1:
+        return array
+    rows, columns = (math.ceil(n / 128) for n in array.shape[:2])
+    return array[::rows, ::columns]
+
+
+def arrays_of(space, observation):
+    """Yields the arrays that an observation becomes, with their names. Where `observation` is the space itself they are
+    zeros, and there is a warning of what is left out."""
+    for name, own, part in parts_of(space, observation):
+        if isinstance(own, NUMERIC_SPACES):
+            if part is own:
+                part = np.zeros_like(own.low) if isinstance(own, Box) else own.sample()
+            yield name, smaller(as_array(name, own, part))
+        elif part is own:
+            gym.logger.warn(f"{name} is left out of the observation: {own}")
 
 
 def is_doom(args: Args) -> bool:
@@ -721,18 +764,22 @@ def is_doom(args: Args) -> bool:
 def make_game(args: Args, **options):
     """One game. Edit this function to train on something else.
 
-    What it returns has PettingZoo's parallel API, and starts nothing before `reset`. All agents have the same spaces,
-    with Discrete or MultiDiscrete actions. Observations are pictures, uint8 [height, width, channels] of at least
-    36 x 36, and numbers: one alone, or several in a Dict. In an agent's info there may be `raw_reward`, of which scores
-    are sums; `inactive`, where its next action does nothing; and `OWN_SUMS`. `reset` gets options["shaping"]: of each
-    agent the coefficients, none where the scenario has none. `agents` is empty when a game is over."""
+    What it returns has PettingZoo's parallel API, and starts nothing before `reset`. Spaces of agents may differ in
+    bounds only; observations become images and vectors (`as_array`), named `obs` or, in a Dict, obs/KEY; actions are
+    Discrete, MultiDiscrete or MultiBinary. In an agent's info there may be `raw_reward`, of which scores are sums;
+    `inactive`, where its next action does nothing; and `OWN_SUMS`. `reset` gets options["shaping"]: of each agent the
+    coefficients, none where the scenario has none. `agents` is empty when a game is over."""
     if is_doom(args):
         return DoomMatch(args, **options)
     try:
         parallel_env = importlib.import_module(args.env_id).parallel_env
     except (ImportError, AttributeError) as error:
         raise UserError(f"--env-id {args.env_id}: {error}") from None
-    return parallel_env(**options)
+    game = parallel_env(**options)
+    if not hasattr(game, "possible_agents"):
+        game.reset()
+        game.possible_agents = list(game.agents)
+    return game
 
 
 class Spaces(NamedTuple):
@@ -743,23 +790,20 @@ class Spaces(NamedTuple):
 
 
 def spaces_of(args: Args) -> Spaces:
-    """The spaces of what `make_game` returns. Raises UserError where the pipeline does not support them."""
+    """Returns the spaces that all agents of a game have. Raises UserError where the pipeline does not support them."""
     with contextlib.closing(make_game(args)) as game:
         spaces = [(game.observation_space(agent), game.action_space(agent)) for agent in game.possible_agents]
-    if len(set(map(str, spaces))) > 1:
-        raise UserError(f"unsupported: agents with different spaces, {spaces}")
-    obs, action = spaces[0]
-    parts = {}
-    for name, space in by_name(obs).items():
-        if not isinstance(space, Box):
-            raise UserError(f"unsupported: an observation {name} of {space}")
-        low = smaller(space.low)
-        parts[name] = Box(low, smaller(space.high), dtype=low.dtype)
-    if isinstance(action, Discrete):
-        return Spaces(parts, (int(action.n),))
-    if not isinstance(action, MultiDiscrete):
-        raise UserError(f"unsupported: actions of {action}")
-    return Spaces(parts, tuple(action.nvec.tolist()))
+    found = []
+    for space, action in spaces:
+        # whatever the bounds
+        obs = {name: Box(0, 255, array.shape, array.dtype.type) for name, array in arrays_of(space, space)}
+        found.append(Spaces(obs, heads_of(action)))
+    if found.count(found[0]) < len(found) or not all(found[0]):
+        raise UserError(
+            f"unsupported spaces, {spaces}: agents' spaces may differ in bounds only, observations must have numbers, "
+            "and actions be Discrete, MultiDiscrete or MultiBinary"
+        )
+    return found[0]
 
 
 # === Agent ============================================================================================================
@@ -850,8 +894,8 @@ class Agent(nn.Module):
 
     A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
     row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`, which
-    changes nothing. To forbid actions, give `masked_fill(obs["NAME"] == 0, -torch.inf)` of the logits; each head must
-    keep an action, at an episode's last observation, too. Flags of this network: precision, rnn_type, hidden_size,
+    changes nothing. To forbid actions, give `masked_fill(obs["obs/NAME"] == 0, -torch.inf)` of the logits; each head
+    must keep an action, at an episode's last observation, too. Flags of this network: precision, rnn_type, hidden_size,
     vector_size."""
 
     def __init__(self, spaces: Spaces, args: Args):
@@ -1141,8 +1185,12 @@ class Mailbox:
         self.shaping = torch.zeros(rows, coefficients, dtype=torch.float64)  # of its policy, see `shaping_of`
 
     def numpy(self, rows=slice(None)) -> SimpleNamespace:
-        """The same memory, now shared, as NumPy arrays, whose indexing is much cheaper than torch's."""
-        return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy()[rows], vars(self)))
+        """The same memory, now shared, as NumPy arrays, whose indexing is much cheaper than torch's. Raises UserError
+        where /dev/shm is full."""
+        try:
+            return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy()[rows], vars(self)))
+        except RuntimeError as error:
+            raise UserError(f"{error}: use fewer games or a larger /dev/shm (docker run --shm-size=2g)") from None
 
 
 class Rollouts:
@@ -1223,27 +1271,36 @@ class WorkerEnvs:
                 observations, infos = game.reset(seed=seed_of_game, options=dict(shaping=shaping))
                 results = {}, {}, {}  # no rewards, no flags
             else:
-                actions = {agent: self.action(game, agent, row_of[agent]) for agent in game.agents}
+                actions = {agent: self.action(game.action_space(agent), row_of[agent]) for agent in game.agents}
                 observations, *results, infos = game.step(actions)
             for agent, row in row_of.items():
-                reward, terminated, truncated = (result.get(agent, 0) for result in results)
+                outcome = (result.get(agent, 0) for result in results)
+                reward, terminated, truncated = (np.asarray(value).item() for value in outcome)  # or arrays of one number
                 ends = terminated or truncated or agent not in observations or not game.agents
-                self.write(row, observations.get(agent, {}), reward, terminated, ends, infos.get(agent, {}))
+                arrays = ()
+                if agent in observations:
+                    arrays = arrays_of(game.observation_space(agent), observations[agent])
+                self.write(row, arrays, reward, terminated, ends, infos.get(agent, {}))
 
-    def action(self, game, agent, row):
-        space = game.action_space(agent)
-        action = self.mailbox.action[row] + space.start  # a copy: the game may keep it
-        return int(action[0]) if isinstance(space, Discrete) else action
+    def action(self, space, row):
+        # a copy: the game may keep it; [()]: a number, where it is one
+        action = self.mailbox.action[row].reshape(space.shape).astype(space.dtype)[()]
+        return action + getattr(space, "start", 0)
 
-    def write(self, row, observation, reward, terminated, ends, info):
+    def write(self, row, arrays, reward, terminated, ends, info):
         if not math.isfinite(reward):
             raise ValueError(f"a reward is not finite: {reward}")
         args = self.args
         mailbox = self.mailbox
-        for name, part in by_name(observation).items():
-            mailbox.obs[name][row] = smaller(part)
+        for name, array in arrays:
+            to = mailbox.obs[name]
+            if array.dtype != to.dtype:
+                raise ValueError(f"the observation's part {name} has type {array.dtype}, but its space {to.dtype}")
+            to[row] = array
+        scores = {"raw_reward": reward} | info
+        score, *own_sums = [np.asarray(scores.get(name, 0)).item() for name in ("raw_reward", *OWN_SUMS)]
         sums = self.sums[row]
-        sums += [info.get("raw_reward", reward), 1, *(info.get(name, 0) for name in OWN_SUMS)]
+        sums += [score, 1, *own_sums]
         if self.ended[row]:
             sums[:] = 0  # what only resets does not count
         mailbox.reward[row] = min(max(reward * args.reward_scale, -args.reward_clip), args.reward_clip)
@@ -1404,7 +1461,8 @@ class Policy:
         d_rows, d_t, d_slots = torch.from_numpy(np.stack([rows, t, slots])).to(self.device, non_blocking=True)
         first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device, non_blocking=True)
         with self.lock:
-            logits, values, self.state[d_rows] = self.agent(obs, first, self.state[d_rows])
+            state = self.state[d_rows].nan_to_num_()  # not finite if its network failed, see `iterate_all`
+            logits, values, self.state[d_rows] = self.agent(obs, first, state)
             choices = distributions(logits[0], self.agent.heads)
             actions = draw(choices)
             self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
@@ -1630,6 +1688,9 @@ class Learner:
     def update(self, batch: SimpleNamespace, last_epoch: bool):
         """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
         batch.lags = self.version - batch.versions
+        for field in (batch.logprobs, batch.values):  # unused; not finite if a network failed
+            field.masked_fill_(batch.lags >= self.args.max_policy_lag, 0.0)
+        batch.rnn_state.nan_to_num_()  # as in `Policy.act`
         loss, metrics = appo_loss(self.args, self.agent, batch)
         self.optimizer.zero_grad()
         loss.backward()
@@ -1672,7 +1733,8 @@ class Population:
         self.args = args
         self.learners = learners
         self.exchanged = 0  # the step of the slowest policy at the last exchange
-        self.best_return = -np.inf  # of best.pth
+        self.told = False  # what exchanges wait for
+        self.best_objective = -np.inf  # of best.pth
         self.defaults = {name: getattr(args, name) for name in TUNED} | shaping_of(args)
         settings = settings_of(args)
         for learner in learners:
@@ -1699,23 +1761,35 @@ class Population:
                     genes[name] = self.defaults[name]
         return genes
 
+    def objective(self, learner: Learner) -> float:
+        """Returns the mean of its last episodes, 100 at most; -inf where none has ended."""
+        column = EPISODE.index(self.args.pbt_target_objective)
+        return float(np.mean([episode[column] for episode in learner.policy.episodes.copy()] or -np.inf))
+
+    def replace(self, learner: Learner, donor: Learner):
+        """By a mutated copy; policy 0, which never mutates, by an exact one."""
+        learner.become(donor)
+        self.give(learner, self.mutated(donor.genes) if learner.number else donor.genes)
+
     def exchange(self) -> list[str]:
         """Called between iterations. When all policies have made enough steps since the last exchange, and have 100
         episodes of this session (taken over from a donor or not), the best go on as they are; each of the worst becomes
-        a mutated copy of one of the best, if the gap is large enough; all others are mutated. Policy 0 can be replaced,
-        by an exact copy, but never mutates. Returns what it did."""
+        a mutated copy of one of the best, if the gap is large enough; all others but policy 0 are mutated. Returns what
+        it did."""
         args = self.args
         learners = self.learners
         step = min(learner.global_step for learner in learners)
-        due = max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps)
-        if step < due or any(len(learner.policy.episodes) < 100 for learner in learners):
+        if step < max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps):
+            return []
+        ended = [len(learner.policy.episodes) for learner in learners]
+        if min(ended) < 100:
+            if not self.told:
+                tqdm.write(f"the exchange of policies waits until each has 100 episodes; they have {ended}")
+            self.told = True
             return []
         self.exchanged = step
         random.seed(f"{args.seed} {step}")  # so a resumed run draws other numbers
-        column = EPISODE.index(args.pbt_target_objective)
-        objectives = {}
-        for learner in learners:
-            objectives[learner] = float(np.mean(learner.policy.episodes.copy(), axis=0)[column])
+        objectives = {learner: self.objective(learner) for learner in learners}
         order = sorted(learners, key=objectives.get, reverse=True)
         k = math.ceil(min(args.pbt_replace_fraction * len(order), len(order) // 2))
         best = order[:k]
@@ -1723,18 +1797,15 @@ class Population:
         lines = []
         for learner in learners:
             mine = objectives[learner]
-            genes = learner.genes
-            kind = "kept" if learner in best or learner.number == 0 else "mutated"
-            if learner in worst:
-                donor = random.choice(best)
-                its = objectives[donor]
-                if its - mine > args.pbt_replace_reward_gap * max(abs(its), abs(mine)):
-                    learner.become(donor)
-                    genes = donor.genes
-                    kind = f"replaced by policy {donor.number} ({its:.2f})"
-            if kind != "kept" and learner.number > 0:
-                genes = self.mutated(genes)
-            self.give(learner, genes)
+            donor = random.choice(best) if learner in worst else learner
+            its = objectives[donor]
+            kind = "kept"
+            if learner in worst and its - mine > args.pbt_replace_reward_gap * max(abs(its), abs(mine)):
+                self.replace(learner, donor)
+                kind = f"replaced by policy {donor.number} ({its:.2f})"
+            elif learner.number and learner not in best:
+                self.give(learner, self.mutated(learner.genes))
+                kind = "mutated"
             lines.append(f"policy {learner.number} ({args.pbt_target_objective} {mine:.2f}) is {kind}")
         return lines
 
@@ -1936,35 +2007,36 @@ def running(inference: Inference, folder: Path):
 
 
 def save_checkpoint(folder: Path, population: Population):
-    """The latest one of all policies, also as best.pth where a policy's mean return of the last 100 episodes is the
-    best of all so far. Tensors and plain values only. Written under another name first: a checkpoint is whole or
-    absent."""
+    """Saves all policies as the latest checkpoint, also as best.pth where their objective is the best so far: that of
+    the best one, or the mean of all where they play each other, since there a win is another's loss. Tensors and plain
+    values only. Written under another name first: a checkpoint is whole or absent."""
     folder = folder / "checkpoints"
     folder.mkdir(exist_ok=True)
+    args = population.args
     learners = population.learners
     names = [f"checkpoint_{mean_step(learners):012d}.pth"]
-    best_return = population.best_return
+    best_objective = population.best_objective
+    if all(len(learner.policy.episodes) == 100 for learner in learners):
+        objective = (max if args.seats == 1 else np.mean)([population.objective(learner) for learner in learners])
+        if objective > best_objective:
+            best_objective = float(objective)
+            names.insert(0, "best.pth")  # before the checkpoint, which has its objective
     policies = []
     for learner in learners:
-        returns = [episode[0] for episode in learner.policy.episodes.copy()]
-        if len(returns) == 100 and np.mean(returns) > best_return:
-            best_return = float(np.mean(returns))
-            names[:-1] = ["best.pth"]  # before the checkpoint, which has its return
         own = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), genes=learner.genes)
         policies.append(own | dict(version=learner.policy.version, global_step=learner.global_step))
     content = dict(
         policies=policies,
         exchanged=population.exchanged,
         defaults=population.defaults,
-        best_return=best_return,
+        best_objective=best_objective,
     )
     buffer = io.BytesIO()  # a full disk is then an OSError
     torch.save(content, buffer)
     for name in names:
         (folder / "saving.tmp").write_bytes(buffer.getbuffer())
         os.replace(folder / "saving.tmp", folder / name)
-    population.best_return = best_return  # only now: writing may fail
-    args = population.args
+    population.best_objective = best_objective  # only now: writing may fail
     # By when they were written: a damaged one that was passed over may have more steps
     for old in sorted(folder.glob("checkpoint_*.pth"), key=os.path.getmtime)[: -args.keep_checkpoints]:
         old.unlink()
@@ -1996,7 +2068,7 @@ def load_checkpoint(folder: Path, population: Population):
             typed = population.defaults.items() - content["defaults"].items()  # anew: such a flag is for all policies
             population.give(learner, saved["genes"] | dict(typed))
         population.exchanged = content["exchanged"]
-        population.best_return = content["best_return"]
+        population.best_objective = content["best_objective"]
     except Exception as error:  # of any type, and of many lines
         what = " ".join(str(error).split()).split(". ")[0]
         raise UserError(f"the latest checkpoint in {folder} is damaged, or of another network: {what}") from None
@@ -2101,11 +2173,21 @@ def mean_step(learners: list[Learner]) -> int:
     return sum(learner.global_step for learner in learners) // len(learners)
 
 
-def iterate_all(learners: list[Learner], blocks: list[slice], threads: dict):
+def iterate_all(population: Population, blocks: list[slice], threads: dict, folder: Path):
     """An iteration of each policy: on different devices at the same time, on the same one, which has one thread, in
-    turn. Returns metrics when no thread learns any more; raises what one of them raises."""
+    turn. Returns metrics when no thread learns any more; raises what one of them raises. But in population-based
+    training a policy whose update is not finite is replaced by the best of the others, and has its metrics."""
+    learners = population.learners
     futures = [threads[learner.device].submit(learner.iterate, blocks) for learner in learners]
     concurrent.futures.wait(futures)
+    errors = [future.exception() for future in futures]
+    healthy = [learner for learner in learners if not isinstance(errors[learner.number], FloatingPointError)]
+    for learner in learners:
+        if population.args.with_pbt and healthy and learner not in healthy:
+            best = max(healthy, key=population.objective)
+            population.replace(learner, best)
+            futures[learner.number] = futures[best.number]
+            log(folder, f"policy {learner.number} is replaced by policy {best.number}: {errors[learner.number]}")
     return [future.result() for future in futures]
 
 
@@ -2149,7 +2231,7 @@ def train(args: Args, folder: Path) -> int:
         try:
             while mean_step(learners) < args.total_timesteps and time.monotonic() < deadline:
                 blocks = collect(inference)
-                metrics = iterate_all(learners, blocks, threads)
+                metrics = iterate_all(population, blocks, threads, folder)
                 lines = population.exchange() if args.with_pbt else []  # no thread learns now
                 inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered their copies
                 reporter.update(metrics, lines)

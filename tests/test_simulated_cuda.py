@@ -375,7 +375,7 @@ class Now:
 
     def submit(self, function, *arguments):
         result = function(*arguments)
-        return SimpleNamespace(result=lambda: result)
+        return SimpleNamespace(result=lambda: result, exception=lambda: None)
 
 
 def make_spaces(appo, vector: int, heads: tuple[int, ...]):
