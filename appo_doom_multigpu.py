@@ -1224,7 +1224,8 @@ class Inference:
         splits = self.args.worker_num_splits
         for worker in np.flatnonzero(time.monotonic() - self.heard.max(1) > limit):
             waiting = [group // splits for group in self.requests].count(worker)
-            if self.args.num_workers and waiting < splits and worker in self.actors:
+            unread = self.pipes[worker].poll()  # of an actor that answered while this process was stopped
+            if worker in self.actors and self.args.num_workers and waiting < splits and not unread:
                 self.heard[worker] = time.monotonic()
                 for number in (signal.SIGALRM, signal.SIGCONT):
                     with contextlib.suppress(ProcessLookupError):
@@ -1536,11 +1537,11 @@ def running(inference: Inference, folder: Path):
         seed = random.Random(f"{args.seed} {life} {worker}").getrandbits(30)
         arguments = (args, worker, seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
-        inference.heard[worker] = time.monotonic()
         try:
             actor.start()
         except EOFError:  # the fork server could not fork, and has ended
             raise UserError(f"actor {worker} cannot be started: too many processes (ulimit -u)?") from None
+        inference.heard[worker] = time.monotonic()
         actors[worker] = actor
         if args.num_workers:
             pipe.close()  # the actor's copy is the only one, and ends with it

@@ -817,7 +817,8 @@ class Inference:
     def notice_silence(self):
         """Names the workers that have not answered for a minute: their environments are slow, or hang."""
         for worker in np.flatnonzero(time.monotonic() - self.heard > SILENCE):
-            if self.args.num_workers and worker not in self.requests:
+            unread = self.pipes[worker].poll()  # of a worker that answered while this process was stopped
+            if self.args.num_workers and worker not in self.requests and not unread:
                 self.heard[worker] += SILENCE
                 tqdm.write(f"worker {worker} has not answered for {SILENCE} s: its environments are slow, or hang")
 

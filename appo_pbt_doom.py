@@ -1275,7 +1275,8 @@ class WorkerEnvs:
                 observations, *results, infos = game.step(actions)
             for agent, row in row_of.items():
                 outcome = (result.get(agent, 0) for result in results)
-                reward, terminated, truncated = (np.asarray(value).item() for value in outcome)  # or arrays of one number
+                # some are arrays of one number
+                reward, terminated, truncated = (np.asarray(value).item() for value in outcome)
                 ends = terminated or truncated or agent not in observations or not game.agents
                 arrays = ()
                 if agent in observations:
@@ -1555,7 +1556,8 @@ class Inference:
         splits = self.args.worker_num_splits
         for worker in np.flatnonzero(time.monotonic() - self.heard.max((1, 2)) > limit):
             waiting = [group // splits for group in self.requests].count(worker)
-            if self.args.num_workers and waiting < splits and worker in self.actors:
+            unread = self.pipes[worker].poll()  # of an actor that answered while this process was stopped
+            if worker in self.actors and self.args.num_workers and waiting < splits and not unread:
                 self.heard[worker] = time.monotonic()
                 for number in (signal.SIGALRM, signal.SIGCONT):
                     with contextlib.suppress(ProcessLookupError):
@@ -1961,11 +1963,11 @@ def running(inference: Inference, folder: Path):
         seed = random.Random(f"{args.seed} {life} {worker}").getrandbits(30)
         arguments = (args, worker, rows[worker], seed, inference.shared_mailbox, pipe)
         actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
-        inference.heard[worker] = time.monotonic()
         try:
             actor.start()
         except EOFError:  # the fork server could not fork, and has ended
             raise UserError(f"actor {worker} cannot be started: too many processes (ulimit -u)?") from None
+        inference.heard[worker] = time.monotonic()
         actors[worker] = actor
         if args.num_workers:
             pipe.close()  # the actor's copy is the only one, and ends with it

@@ -1,10 +1,14 @@
+import contextlib
+import fcntl
 import gc
 import multiprocessing
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -61,10 +65,19 @@ class Run:
     """`python appo_doom.py ...`, or another script, as a user starts it, in a terminal session of its own."""
 
     def __init__(self, folder: Path, *flags: str, env: dict | None = None, script: Path = ROOT / "appo_doom.py", launcher: tuple = (),
-                 command: list | None = None):  # fmt: skip
-        """`command` is all that is typed after `python`."""
+                 command: list | None = None, terminal: tuple[int, int] | None = None):  # fmt: skip
+        """`command` is all that is typed after `python`. terminal: rows and columns of a pseudo terminal with `stty tostop`, which controls
+        the session and is its input and output; else that is a file."""
         self.mark = new_mark()
-        self.folder, self.output = folder, folder / f"{self.mark}.txt"
+        self.folder, self.output, self.terminal = folder, folder / f"{self.mark}.txt", None
+        if terminal:
+            self.terminal, own = os.openpty()
+            os.set_blocking(self.terminal, False)
+            fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", *terminal, 0, 0))
+            settings = termios.tcgetattr(own)
+            settings[3] |= termios.TOSTOP
+            termios.tcsetattr(own, termios.TCSANOW, settings)
+            self.output, self.read = Path(os.ttyname(own)), b""
         command = list(map(str, command or [*launcher, script, "--train-dir", folder, *flags]))
         self.has_engines = Path(script).is_dir() or "import vizdoom" in Path(script).read_text()  # else names of engines are of other tests
         environment = os.environ | {MARK: self.mark} | (env or {})
@@ -76,7 +89,21 @@ class Run:
                                                 start_new_session=True)  # fmt: skip
 
     def text(self) -> str:
-        return self.output.read_text()
+        if self.terminal is None:
+            return self.output.read_text()
+        with contextlib.suppress(BlockingIOError):  # no more yet
+            while more := os.read(self.terminal, 65536):
+                self.read += more
+        return self.read.decode(errors="replace").replace("\r\n", "\n")
+
+    def type(self, keys: str) -> None:
+        os.write(self.terminal, keys.encode())
+
+    def hang_up(self) -> None:
+        self.text()
+        os.close(self.terminal)
+        self.terminal, self.output = None, self.folder / "nothing more"
+        self.output.touch()
 
     def wait_for(self, condition, seconds: float = 60, what: str = "the condition"):
         deadline = time.monotonic() + seconds
@@ -88,8 +115,12 @@ class Run:
         raise AssertionError(f"{what} did not come within {seconds} s:\n{self.text()}")
 
     def wait(self, seconds: float = 60) -> int:
+        deadline = time.monotonic() + seconds
+        while self.terminal is not None and self.process.poll() is None and time.monotonic() < deadline:
+            self.text()  # a terminal that nobody reads from holds its programs up
+            time.sleep(0.1)
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"still running after {seconds} s:\n{self.text()}") from None
@@ -148,7 +179,7 @@ def main(monkeypatch, capsys):
     def call(appo, *flags) -> tuple[int, str]:
         gc.collect()  # the log of a run before it, which it would hold
         monkeypatch.setattr(sys, "argv", [appo.__file__, *map(str, flags)])
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         capsys.readouterr()
         try:
             code = appo.main()

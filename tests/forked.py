@@ -104,7 +104,7 @@ def become(argv: list[str], output: str, folder: str, environment: dict[str, str
     os.environ.update(environment)
     os.chdir(folder)
     file = os.open(output, os.O_WRONLY)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(output if output.startswith("/dev/pts/") else os.devnull, os.O_RDONLY), 0)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.closerange(3, 1000)
