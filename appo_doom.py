@@ -923,8 +923,8 @@ class WorkerEnvs:
         self.rows = slice_of(args, group)
         self.seed = seed % 2**30  # what every engine takes
         self.envs = make_envs(args, n)
-        heard = np.split(mailbox.heard[self.rows], n)
-        self.envs.envs = [Watched(*pair) for pair in zip(self.envs.envs, heard)]
+        for i, env in enumerate(getattr(self.envs, "envs", ())):
+            self.envs.envs[i] = Watched(env, mailbox.heard[self.rows][i : i + 1])
         self.over = np.zeros(n, bool)  # the last step ended an episode: the next one only resets
         self.sums = np.zeros((n, len(EPISODE)))  # of the episodes under way
 

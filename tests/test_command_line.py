@@ -174,7 +174,7 @@ def test_numbers_that_are_too_small(name, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["..", ".", "../x", "e/../..", "/x", "e/../../elsewhere"])
+@pytest.mark.parametrize("name", ["..", ".", "../x", "e/../..", "/x", "e/../../elsewhere", ""])
 def test_an_experiment_stays_below_the_train_dir(name, tmp_path, monkeypatch, capsys):
     """Wherever else it is, something of the user's may lie there."""
     experiment = tmp_path / "train_dir" / "e"
@@ -296,6 +296,46 @@ def test_the_same_command_resumes(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "cfg.json").write_text(json.dumps(dict(file=appo_doom.__file__, args=args.typed)))
     assert args.cfg_path == str(tmp_path / "own.cfg") and appo_doom.parse_args() == (args, folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_fills_in_for_itself_what_nobody_typed(name, saved, monkeypatch, capsys):
+    """On another machine, or with other environments; nothing is an override, and a number may be typed as 1e6."""
+    appo = importlib.import_module(name)
+    monkeypatch.setattr(appo, "num_cores", lambda: 4)
+    args = appo.Args(device="cpu", experiment="e", **dict(num_envs=12) if name in BASE else {})
+    assert args.num_workers == 4 and args.typed["num_workers"] is None and args.typed.get("worker_num_splits") is None
+    saved(appo, flags=["--total-timesteps", "1.5e6"], **args.typed)
+    monkeypatch.setattr(appo, "num_cores", lambda: 6)
+    again, _ = appo.parse_args()
+    assert again.num_workers == 6 and again.total_timesteps == 1_500_000
+    assert capsys.readouterr().out == f"override: total_timesteps {args.total_timesteps} -> 1500000\n"
+
+
+def test_workers_that_leave_cores_alone_are_told_of(main, tmp_path, monkeypatch):
+    monkeypatch.setattr(appo_gym, "num_cores", lambda: 16)
+    flags = ("--train-dir", tmp_path, "--total-timesteps", 1, "--rollout", 2, "--device", "cpu")
+    code, text = main(appo_gym, *flags, "--num-envs", 34)
+    assert code == 0 and "2 workers on 16 cores, 34 environments\n" in text and "\nfor a worker on each core: --num-envs 32\n" in text
+    assert "for a worker" not in main(appo_gym, *flags, "--num-envs", 34, "--num-workers", 2)[1]
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--learning-rate"])
+def test_both_names_of_the_learning_rate(flag, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["appo", flag, "0.5"])
+    assert appo_gym.parse_args()[0].learning_rate == 0.5
+
+
+def test_a_runs_folder_may_be_a_link_and_its_name_has_no_slash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "train_dir").mkdir()
+    (tmp_path / "train_dir" / "e").symlink_to(tmp_path / "disk")
+    monkeypatch.setattr(sys, "argv", ["appo", "--experiment", "e"])
+    assert appo_doom.parse_args()[1] == tmp_path / "train_dir" / "e"
+    monkeypatch.setattr(sys, "argv", ["appo", "--env-id", "ale_py:ALE/Pong-v5"])
+    folder = appo_gym.parse_args()[1]
+    assert folder.parent == tmp_path / "train_dir" and folder.name.startswith("ale_py-ALE-Pong-v5__")
 
 
 CODE = {  # what a file runs that a cfg.json may name

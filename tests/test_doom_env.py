@@ -303,6 +303,26 @@ def test_own_scenario(tmp_path):
         DoomEnv(Args(cfg_path=str(tmp_path / "nowhere.cfg")))
 
 
+@pytest.mark.parametrize("old, new, warning", [
+    ("doom_scenario_path", "\ufeffdoom_scenario_path", "line #1"), ("living_reward", "livingg_reward", "line #3"), ("ATTACK", "ATACK", "lines 6-6"),
+])  # fmt: skip
+def test_a_line_of_a_scenario_that_vizdoom_ignores(tmp_path, capfd, old, new, warning):
+    """It goes on without it, on another map or without a reward."""
+    lines = "doom_scenario_path = basic.wad\ndoom_map = map01\nliving_reward = -1\nepisode_timeout = 80\nmode = PLAYER\n"
+    cfg = tmp_path / "own.cfg"
+    cfg.write_text((lines + "available_buttons = { MOVE_LEFT ATTACK }\n").replace(old, new))
+    with pytest.raises(UserError, match="own.cfg: ViZDoom ignores a line of it, see its warning above"):
+        DoomEnv(Args(cfg_path=str(cfg)))
+    assert warning in capfd.readouterr().err
+
+
+def test_variables_of_a_scenario_that_nobody_observes(tmp_path):
+    cfg = tmp_path / "own.cfg"
+    cfg.write_text("doom_scenario_path = basic.wad\r\navailable_buttons = { ATTACK }\r\navailable_game_variables = { HEALTH AMMO2 }\r\n")
+    with pytest.warns(UserWarning, match="own.cfg: these variables are not observed: HEALTH, AMMO2"):
+        DoomEnv(Args(cfg_path=str(cfg)))
+
+
 IMAGE = gym.spaces.Box(0, 255, (72, 128, 3), np.uint8)
 VECTOR = gym.spaces.Box(-1, 1, (4,), np.float32)
 

@@ -357,7 +357,69 @@ def test_runs_of_a_second_have_folders_of_their_own(tmp_path):
         assert re.search(rf"^{tmp_path}/train_dir/CartPole-v1__appo_names__1__1000000000_\d+\n\Z", name, re.M), name
 
 
+@pytest.mark.parametrize("script", ["appo_gym", "appo_doom"])
+def test_a_second_run_in_the_same_folder_is_refused(start, script):
+    """Whatever has become of the first: the kernel gives the folder back."""
+    script = ROOT / f"{script}.py"
+    first = start(script=script)
+    goes_on(first, 0)
+    cfg = (first.folder / "e" / "cfg.json").read_bytes()
+    second = start("--seed", "5", script=script)
+    assert second.wait(60) == 2
+    assert second.text().endswith(f"error: another run is using {first.folder}/e: stop it, or choose another --experiment\n")
+    assert (first.folder / "e" / "cfg.json").read_bytes() == cfg
+    first.process.kill()
+    first.wait(10)
+    third = start(script=script)
+    goes_on(third, 0)
+    stop(third)
+
+
+@pytest.mark.parametrize("script", ["appo_gym", "appo_doom"])
+def test_a_daemon_without_streams(run, tmp_path, script):
+    """Both closed: it trains, saves, and leaves no process."""
+    flags = GYM if script == "appo_gym" else DOOM
+    command = f"{sys.executable} {ROOT / script}.py --train-dir {tmp_path} {' '.join(flags)} --total-timesteps 300 >&- 2>&-"
+    r = run(command=["-c", f"import os; os.execvp('sh', ['sh', '-c', {command!r}])"])
+    assert r.wait(60) == 0
+    assert latest(tmp_path / "e")["global_step"] >= 300
+
+
+def test_a_worker_that_hangs_is_named(start, odd):
+    """While it does, and at the end: else the others would do all the work, and nobody would know."""
+    once = "if not Path(__file__).with_name('hung').exists(): " + "open(Path(__file__).with_name('hung'), 'w'); time.sleep(60)"
+    (odd / "once.py").write_text((odd / "odd.py").read_text().replace("Hangs=", f"Once={once!r}, Hangs=").replace('f"{name}-v0"', 'f"{name}-v1"'))
+    for path in odd.glob("hung"):
+        path.unlink()
+    flags = ("--env-id", "once:Once-v1", "--total-timesteps", "30000")
+    r = start(*flags, script=ROOT / "appo_gym.py", edits=[("SILENCE = 60  #", "SILENCE = 3  #")])
+    r.wait_for(lambda: (odd / "hung").exists(), 40, "the hang")
+
+    r.wait_for(lambda: re.search("^worker [01] has not answered for 3 s: its environments are slow, or hang$", r.text(), re.M), 30, "the name")
+    goes_on(r)
+    stop(r)
+    assert re.search(r"^worker [01] has not ended within 5 s: its environments are slow, or hang$", r.text(), re.M), r.text()
+
+
 # ---- operations
+
+
+def test_an_actor_that_is_stopped_is_replaced(start):
+    """A stopped process has no timer of its own."""
+    r = training(start("--actor-timeout", "3"))
+    os.kill(r.actors()[0], signal.SIGSTOP)
+    r.wait_for(lambda: re.search(r"^actor [01]: hung: --actor-timeout; starting another$", r.text(), re.M), 30, "another")
+    assert "most recent call first" in r.text(), "where it was stopped"
+    goes_on(r)
+    stop(r)
+
+
+def test_the_time_is_for_one_game(start):
+    """Four games of 0.7 seconds a step are no hang at a limit of 2."""
+    r = start("--actor-timeout", "2", "--num-envs-per-worker", "4", "--rollout", "2", edits=[before_each("step", "time.sleep(0.7)")])
+    goes_on(r, 0)
+    stop(r)
+    assert "hung" not in r.text()
 
 
 def training(run, games: int = 4):

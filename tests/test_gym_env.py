@@ -1,5 +1,6 @@
 """appo_gym.py: what it makes of an environment's spaces, what it says of environments that misbehave; trained as a user would."""
 
+import importlib
 import json
 import re
 import sys
@@ -266,6 +267,39 @@ def test_a_metric_of_ones_own(monkeypatch):
     monkeypatch.setattr(appo_gym, "EPISODE", (*appo_gym.EPISODE, "kills"))
     kills = lambda env: {"kills": np.array(env.t), "winner": None} if env.number % 2 else {}  # noqa: E731
     assert sorted(played(monkeypatch, type("Own", (Odd,), dict(say=kills)), 8)) == [[3, 3, 0]] * 2 + [[3, 3, 6]] * 2
+
+
+@pytest.mark.parametrize("name", ["appo_gym", "appo_mujoco", "appo_doom", "appo_doom_multigpu", "appo_atari", "appo_atari_replay", "appo_dmlab"])
+def test_a_sum_that_is_not_finite_spoils_its_own_episode_alone(monkeypatch, name):
+    """0 * NaN is NaN: each following step would count as an episode of return 0."""
+    appo = importlib.import_module(name)
+    space = Box(-1, 1, (1,), np.float32) if name == "appo_mujoco" else MultiDiscrete([2])
+
+    class Envs(gym.vector.VectorEnv):
+        single_observation_space, single_action_space, t = Dict(obs=Box(-1, 1, (1,))), space, 0
+
+        def reset(self, **options):
+            return dict(obs=np.zeros((2, 1), np.float32)), {}
+
+        def step(self, action):
+            self.t += 1
+            over = np.array([self.t % 4 == 3] * 2)
+            kills = np.array([np.nan if self.t == 2 else 1.0, 1.0])
+            return dict(obs=np.zeros((2, 1), np.float32)), np.ones(2), over, np.zeros(2, bool), {"kills": kills}
+
+    monkeypatch.setattr(appo, "make_envs", lambda *arguments: Envs())
+    monkeypatch.setattr(appo, "OWN_SUMS", ("kills",))
+    monkeypatch.setattr(appo, "EPISODE", ("episodic_return", "episodic_length", "kills"))
+    args = appo.Args(num_workers=1, device="cpu", **dict(num_envs=2) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=2))
+    spaces = appo.Spaces({"obs": Box(-1, 1, (1,))}, 1 if name == "appo_mujoco" else (2,))
+    mailbox = appo.Mailbox(spaces, 2).numpy()
+    envs, found = appo.WorkerEnvs(args, 0, mailbox, seed=1), []
+    envs.reset()
+    for _ in range(8):
+        envs.step()
+        found += mailbox.episode[mailbox.episode.any(1)].tolist()
+    assert len(found) == 4 and [row[:2] for row in found] == [[3, 3]] * 4
+    assert np.isnan(found[0][2]) and [row[2] for row in found[1:]] == [3, 3, 3]
 
 
 def test_an_image_of_floats_is_warned_of():

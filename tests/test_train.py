@@ -463,6 +463,40 @@ def test_a_truncated_checkpoint_is_passed_over(appo, train, tmp_path, capsys):
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == files
 
 
+@pytest.mark.parametrize("base", [True, False])
+@pytest.mark.parametrize("content", [b"", b"<html>404</html>", b"version https://git-lfs.github.com/spec/v1\n", [1], {"agent": {}}, "other"])
+def test_a_file_that_is_no_checkpoint_of_ours_is_a_sentence(appo, train, main, tmp_path, base, content):
+    appo = appo_gym if base else appo
+    assert train(appo) == 0
+    for path in (tmp_path / "run").rglob("*.pth"):
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            other = dict(agent={"weight": torch.zeros(3)}, optimizer={}, version=1, global_step=1, best_return=0.0)
+            torch.save(other if content == "other" else content, path)
+    code, text = main(appo, "--train-dir", tmp_path, "--experiment", "run", "--total-timesteps", 600)
+    last = text.splitlines()[-1]
+    assert code == 2 and "Traceback" not in text and str(tmp_path / "run") in last
+    assert re.match("error: .*(is damaged, or of another network: |can be read: move them away)", last), text
+
+
+def test_what_was_waited_for_before_the_first_report_is_no_share_of_it(appo, train, tmp_path, monkeypatch):
+    """However long TensorBoard takes to import."""
+    init = appo.Reporter.__init__
+
+    def slow(self, *arguments):
+        time.sleep(1)
+        init(self, *arguments)
+
+    reset = appo.Env.reset
+    monkeypatch.setattr(appo.Env, "reset", lambda self, **options: time.sleep(0.5) or reset(self, **options))
+    monkeypatch.setattr(appo.Reporter, "__init__", slow)
+    monkeypatch.setattr(appo.Reporter, "SECONDS", 0.0)
+    assert train() == 0
+    shares = [value for _, value in scalars(tmp_path, "stats/inference_idle")]
+    assert shares and max(shares) <= 1
+
+
 # ---- time and reports
 
 
