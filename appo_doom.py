@@ -1402,6 +1402,8 @@ def lock(folder: Path):
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another run is using {folder}: stop it, or choose another --experiment") from None
+    except OSError:  # this file system has no locks
+        pass
 
 
 def log(folder: Path, text, show=True):

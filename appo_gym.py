@@ -817,8 +817,7 @@ class Inference:
     def notice_silence(self):
         """Names the workers that have not answered for a minute: their environments are slow, or hang."""
         for worker in np.flatnonzero(time.monotonic() - self.heard > SILENCE):
-            unread = self.pipes[worker].poll()  # of a worker that answered while this process was stopped
-            if self.args.num_workers and worker not in self.requests and not unread:
+            if self.args.num_workers and worker not in self.requests:
                 self.heard[worker] += SILENCE
                 tqdm.write(f"worker {worker} has not answered for {SILENCE} s: its environments are slow, or hang")
 
@@ -1065,6 +1064,8 @@ def lock(folder: Path):
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another run is using {folder}: stop it, or choose another --experiment") from None
+    except OSError:  # this file system has no locks
+        pass
 
 
 @contextlib.contextmanager
