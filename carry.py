@@ -10,6 +10,9 @@ marks: first what the edit has, below ||||||| what both began with, below ======
 base has conflicts must wait: resolve them, and call it again. `--since COMMIT` begins at an older commit, or anew. The
 exit code is 1 while there are conflicts, and 2 if something was refused.
 
+A merge without conflicts may still be wrong: appo_doom_multigpu.py broadcasts one network, `agent`, and sums its
+gradients. Every other network needs the same; --add prints where.
+
 tests/agreement.txt, written when there are none, says by how many lines each piece of our files differs from its base.
 """
 
@@ -37,6 +40,12 @@ EDIT_OF = {
     "appo_atari_replay.py": "appo_atari.py",
     "appo_dmlab.py": "appo_doom.py",
     "appo_pbt_doom.py": "appo_doom.py",
+}
+# What is to be done by hand after a variant was added
+NOTES = {
+    "appo_doom_multigpu.py": "only `agent` is the same on all ranks. For every other network that you train: broadcast "
+    "its state_dict() where `train` broadcasts the agent's, average its loss with `masked_mean`, and before its "
+    "optimizer's step call `sum_over_ranks` with each gradient, as `Learner.update` does"
 }
 # The line that says of which file and version a text is a copy; it takes no part in merges and comparisons
 ID = re.compile(r"^# (\w+\.py) \$Id(?:: *(\w+))? *\$ *\n", re.MULTILINE)
@@ -171,6 +180,8 @@ def into_copy(path: Path, variant: str | None, of: str | None) -> bool:
         print(f"{path}: nothing new in {name}")
         return False
     target.write_text(merged, encoding="utf-8")
+    if variant in NOTES:
+        print(f"{target}: {NOTES[variant]}")
     return report(str(target), f"changes of {name} carried", merged)
 
 

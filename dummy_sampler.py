@@ -9,6 +9,7 @@ count the frames of valid steps; no inference. `--null` is the opposite: environ
 mailbox, pipes and inference thread, with a policy that draws at random; it counts rows and groups, for 2 to 72 workers.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -17,6 +18,7 @@ import multiprocessing.connection
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -26,6 +28,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +42,7 @@ from tqdm import tqdm
 
 SWEEP = (1, 2, 4, 8, 16, 32, 64)  # environments per worker
 NULL_WORKERS = (2, 4, 8, 16, 32, 64, 72)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENGINES = dict(doom="vizdoom", atari="envpool", dmlab="deepmind_lab", mujoco="envpool", pbt_doom="vizdoom")  # packages
 
 
@@ -103,14 +107,23 @@ def frameskip_of(args) -> int:
     return getattr(args, "frameskip", 1)
 
 
+starting = threading.Lock()  # held while this process's engines start: killed then, they leave files in /dev/shm
+
+
 def end_with_parent() -> None:
     multiprocessing.parent_process().join()
+    starting.acquire(timeout=120)
     os._exit(1)  # engines end with the threads that started them
 
 
 def set_up_process(core: int | None) -> None:
-    """What a process that steps environments does first: it is pinned, and ends with the main process alone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Pins a process that steps environments, gives it a process group of its own, and ends it with the main process."""
+    os.setpgrp()  # Ctrl-C is for the main process
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by engines
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number in (signal.SIGTTIN, signal.SIGTTOU):  # else the kernel stops the group: engines touch the terminal
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -149,7 +162,8 @@ def sample(family: str, args, count: int, worker: int, core: int | None, steps, 
     set_up_process(core)
     envs, steps, reset = envs_of(appo, args, count), steps.numpy(), reset.numpy()
     start = time.perf_counter()
-    envs.reset(seed=1000 * worker, options=dict(first_row=worker * count))  # says what task a game plays
+    with starting:
+        envs.reset(seed=1000 * worker, options=dict(first_row=worker * count))  # says what task a game plays
     reset[worker] = time.perf_counter() - start
     envs.action_space.seed(worker)
     actions = [envs.action_space.sample() for _ in range(256)]  # drawn once: drawing is no part of the simulator
@@ -185,11 +199,33 @@ def rates(counter, windows: int, seconds: float, text: str, check) -> list[float
     return result
 
 
+@contextlib.contextmanager
+def ignored_signals():
+    """Context in which signals are ignored, by the programs that it starts for good."""
+    usual = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def end(appo, processes: list) -> None:
+    """Kills processes, and removes what their engines have in /dev/shm."""
+    with ignored_signals():  # a second one would leave some
+        for process in processes:
+            if process.pid:  # it has started
+                getattr(appo, "kill", mp.Process.kill)(process)
+                process.join()
+
+
 def ceiling(options: Options, appo, args, count: int) -> dict:
     """Steps all environments, `count` a process, at random; returns frames/s and reset time."""
     context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = "1"  # of actors, as where they train
     context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINES[options.family]])
+    with ignored_signals():  # by processes until they have handlers
+        forkserver.ensure_running()
     steps = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
     reset = torch.zeros(args.num_workers, dtype=torch.float64).share_memory_()
     barrier, start = context.Barrier(args.num_workers + 1), time.perf_counter()
@@ -217,9 +253,7 @@ def ceiling(options: Options, appo, args, count: int) -> dict:
         text = f"{args.num_workers} x {count}"
         found = rates(lambda: int(steps.sum()) * frameskip_of(args), options.windows, options.window, text, check)
     finally:
-        for process in processes:
-            process.kill()  # its engines end with it
-            process.join()
+        end(appo, processes)
         if options.family == "dmlab":
             shutil.rmtree(importlib.import_module("appo_dmlab").engines_folder(args), ignore_errors=True)
     return dict(workers=args.num_workers, envs_per_worker=count,
@@ -315,7 +349,7 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
 
 def command() -> str:
     """As typed, without where this checkout lies."""
-    return "python " + " ".join(sys.argv).replace(f"{Path(__file__).resolve().parent}/", "")
+    return "python " + shlex.join(word.replace(f"{Path(__file__).resolve().parent}/", "") for word in sys.argv)
 
 
 def machine() -> dict[str, str | int]:
@@ -380,6 +414,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)  # as Ctrl-C
     try:
         main()
     except KeyboardInterrupt:

@@ -17,15 +17,21 @@ import itertools
 import json
 import math
 import os
+import shlex
+import signal
 import sys
+import tempfile
 import traceback
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import TypedDict, get_type_hints
 
+import gymnasium as gym
 import numpy as np
 import torch
 import tyro
 from tqdm import tqdm
+from typeguard import TypeCheckError, check_type
 
 
 @dataclass
@@ -70,14 +76,43 @@ class UserError(Exception):
     """Something the user can fix; printed as one line, without a traceback. The files have such classes, too."""
 
 
-def find_file(folder: Path, file: Path | None) -> Path:
-    """The file that trained the run in a folder. Raises UserError."""
-    cfg = folder / "cfg.json"
-    if not cfg.exists():
+def read_cfg(folder: Path) -> tuple[str, dict]:
+    """Returns the name of the file that trained the run in a folder, and the run's flags. Raises UserError."""
+    path = folder / "cfg.json"
+    if not path.exists():
         near = Path("train_dir", folder.name)
         hint = f"; did you mean {near}?" if (near / "cfg.json").exists() else ""
         raise UserError(f"there is no run in {folder}: it has no cfg.json{hint}")
-    name = Path(json.loads(cfg.read_text()).get("file", "")).name
+    try:
+        cfg = json.loads(path.read_text())
+        return Path(cfg["file"]).name, cfg["args"] | {}
+    except Exception as error:  # of any type
+        raise UserError(f"{path} is damaged, or does not hold the settings of a run ({error!r})") from None
+
+
+def read_checkpoint(folder: Path, kind: str, policy: int) -> tuple[Path, dict, int]:
+    """Returns the path, the weights and the step of the best checkpoint, or of the latest one that can be read. Raises
+    UserError."""
+    latest = [*folder.glob("latest.pth"), *sorted(folder.glob("checkpoints/checkpoint_*.pth"), reverse=True)]
+    damaged = ""
+    for path in folder.glob("checkpoints/best.pth") if kind == "best" else latest:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = content.get("policies", [content])[policy]
+            found = path, content["agent"], int(content["global_step"])
+        except Exception:  # of any type
+            damaged = damaged or f"{path} is damaged, or no checkpoint of a run"
+            continue
+        if damaged:
+            print(f"warning: {damaged}; {path} is played")
+        return found
+    alone = " (some files keep the latest alone)" if kind == "best" else ""
+    raise UserError(damaged or f"no {kind} checkpoint in {folder}{alone}")
+
+
+def find_file(folder: Path, file: Path | None) -> Path:
+    """Returns the file that trained the run in a folder. Raises UserError."""
+    name, _ = read_cfg(folder)
     for path in [file] if file else [Path(__file__).parent / name, Path(name)]:
         if path.is_file() and (file or folder.resolve() not in path.resolve().parents):  # a run's folder is data
             print(f"by {path.resolve()}")
@@ -100,15 +135,19 @@ def check_code_named(saved, typed) -> None:
     scenario = getattr(saved, "cfg_path", None)
     name = "cfg_path" if scenario else "env_id"
     if (scenario or ":" in saved.env_id or "." in saved.env_id) and name not in typed:
-        raise UserError(f"say --{name.replace('_', '-')} {scenario or saved.env_id} (in load_agent {name}): it names code, which is run")
+        flag = f"--{name.replace('_', '-')} {shlex.quote(scenario or saved.env_id)}"
+        raise UserError(f"say {flag} (in load_agent {name}): it names code, which is run")
 
 
 def load_agent(
     folder: Path | str, device: str = "cpu", kind: str = "latest", file: Path | str | None = None, policy: int = 0, **changes
 ):
-    """A trained policy: the file that trained it, imported; its network; its Args, for environments in this process and
+    """Returns the file that trained a policy, imported; its network; its Args, for environments in this process and
     with the changes, such as num_envs; the step at which it was saved. kind: "latest" or "best"; policy: of a
-    population. Raises UserError."""
+    population. Raises UserError.
+
+    Where a training runs on the same CPU, call torch.set_num_threads(1) first: a forward pass of one row then takes
+    25 ms, with two threads 839 ms."""
     folder = Path(folder)
     module = load(find_file(folder, file and Path(file)))
     saved = args_of(module, folder)
@@ -117,32 +156,29 @@ def load_agent(
 
 
 def args_of(module, folder: Path):
-    """What the run was started with."""
-    saved = json.loads((folder / "cfg.json").read_text())["args"]
+    """Returns the Args of a run. Raises UserError."""
+    _, saved = read_cfg(folder)
     if differing := saved.keys() ^ {field.name for field in fields(module.Args)}:
         raise UserError(f"{folder} is of another version of {module.__name__}.py; flags that differ: {', '.join(sorted(differing))}")
+    try:
+        check_type(saved, TypedDict("flags", get_type_hints(module.Args)))
+    except TypeCheckError as error:
+        raise UserError(f"{folder / 'cfg.json'} is damaged: {str(error).splitlines()[0]}") from None
     return module.Args(**saved)
 
 
 def agent_of(module, folder: Path, kind: str, policy: int = 0, **flags):
     alone = dict(num_workers=0, worker_num_splits=1, num_policies=1, policy_settings="{}", with_pbt=False)
     args = module.Args(**flags | {name: value for name, value in alone.items() if name in flags})
-    best = folder / "checkpoints" / "best.pth"
-    if kind == "best":
-        content = torch.load(best, map_location="cpu", weights_only=True) if best.exists() else None
-    else:
-        content = module.read_checkpoint(folder)
-    if content is None:
-        alone = "; this file keeps the latest alone" if kind == "best" and not best.parent.exists() else ""
-        raise UserError(f"no {kind} checkpoint in {folder}{alone}")
-    content = content.get("policies", [content])[policy]
+    path, weights, step = read_checkpoint(folder, kind, policy)
     agent = module.Agent(module.spaces_of(args), args)
     try:
-        agent.load_state_dict(content["agent"])
-    except RuntimeError as error:
-        raise UserError(f"the network in {folder} does not fit {args.env_id}, these flags or this file: "
-                        f"{' '.join(str(error).split())}") from None  # fmt: skip
-    return agent.to(args.device), args, content["global_step"]
+        agent.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]  # of many lines
+        unfit = f"the network in {path} does not fit {args.env_id}, these flags or this file"
+        raise UserError(f"{unfit}: {reason}") from None
+    return agent.to(args.device), args, step
 
 
 class Drawing:
@@ -154,7 +190,7 @@ class Drawing:
         """metadata: the environment's, which has been reset; draw(): its picture, uint8 [height, width, 3] or grey.
         Raises UserError."""
         self.name, self.draw, self.fps = name, draw, metadata.get("render_fps") or 30
-        self.video = self.window = self.last = None
+        self.video = self.window = self.last = self.bar = None
         self.frames = 0
         if not options.save_video and not options.watch:
             return
@@ -167,6 +203,8 @@ class Drawing:
             self.path = options.folder / "video.mp4"
             larger = ["-vf", "scale=4*iw:4*ih:flags=neighbor"] if height < 256 else []
             self.video = imageio.get_writer(self.path, fps=self.fps, macro_block_size=2, output_params=larger)
+            total = int(self.VIDEO_SECONDS * self.fps)  # it may go on when all episodes have been played
+            self.bar = tqdm(total=total, desc="video", unit=" frames", disable=None, leave=False)
         if options.watch:
             os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
             os.environ.setdefault("SDL_VIDEODRIVER", "x11,wayland")  # else it may choose one that shows nothing
@@ -210,6 +248,7 @@ class Drawing:
         if record:
             self.video.append_data(picture)
             self.frames += 1
+            self.bar.update()
         if self.window is None:
             return True
         pygame = self.pygame
@@ -221,14 +260,9 @@ class Drawing:
         pressed = {event.key for event in pygame.event.get(pygame.KEYDOWN)}
         return not pressed & {pygame.K_q, pygame.K_ESCAPE} and not pygame.event.get(pygame.QUIT)
 
-    def tell(self, bar: tqdm) -> None:
-        """A video may be longer than the episodes, and slow to draw: how far it is."""
-        if self.video is not None:
-            bar.set_postfix_str(f"video: {self.frames / self.fps:.0f} s of {self.VIDEO_SECONDS}", refresh=False)
-        bar.update(0)
-
     def close(self) -> None:
         if self.video is not None:
+            self.bar.close()
             self.video.close()
             print(f"wrote {self.path} ({self.frames} frames)")
         if self.window is not None:
@@ -265,6 +299,11 @@ class Games:
         self.worker.envs.close()
 
 
+def unfinished(steps: int, sums) -> str:
+    """sums: of the episodes under way, see EPISODE."""
+    return f"no episode has ended in {steps:,.0f} steps; the return of the first one so far: {sums[0][0]:.2f}"
+
+
 def choose(module, agent, outputs: torch.Tensor, likeliest: bool) -> torch.Tensor:
     """outputs: logits [N, sum(heads)], or means and widths. Returns actions."""
     if not hasattr(module, "distributions"):  # a Gaussian
@@ -276,10 +315,10 @@ def choose(module, agent, outputs: torch.Tensor, likeliest: bool) -> torch.Tenso
 @torch.inference_mode()
 def play(module, agent, args, options: Options, name: str) -> list[float]:
     """Plays `options.episodes` episodes in the environments of one worker, and draws the first of them, for a minute if
-    there is a video. Returns their raw returns, fewer where the window was closed, or by Ctrl-C."""
+    there is a video. Returns their raw returns, fewer where the window was closed, or after Ctrl-C."""
     count, device = getattr(args, "num_envs", None) or args.num_envs_per_worker, torch.device(args.device)
     per_env = -(-options.episodes // count)  # the same for each: taking the first to end would favour short ones
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed % 2**30)  # as in training
     state = torch.zeros(count, agent.state_size, device=device)
     returns = [[] for _ in range(count)]
     lengths = np.zeros(count)  # of the episodes under way
@@ -303,7 +342,7 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
             outputs, _, state = agent(obs, games.mailbox.first[rows].to(device)[None], state)
             games.step(choose(module, agent, outputs[0], options.likeliest).cpu().numpy())
             lengths += 1
-            drawing.tell(bar)
+            bar.update(0)
             for i in np.flatnonzero(arrays.episode[rows, games.length]):
                 lengths[i] = 0
                 played += i == 0
@@ -312,6 +351,8 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
                     bar.update(bar.n < bar.total)
         else:
             drawing.step(games.worker.sums[0, 0], arrays.terminated[rows][0])  # the last one
+    if lengths.any() and not any(returns):
+        print(unfinished(lengths.max(), games.worker.sums))
     return [value for finished in returns for value in finished][: options.episodes]
 
 
@@ -330,6 +371,7 @@ def evaluate_policy(module, args, options: Options) -> list[float]:
 
 def main() -> int:
     sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
+    torch.set_num_threads(1)  # two wait for each other where a training has the cores
     try:
         options, flags = tyro.cli(Options, return_unknown_args=True)
         if options.episodes is not None and options.episodes < 1:
@@ -357,7 +399,8 @@ def main() -> int:
         print("stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        if type(error).__name__ != "UserError":  # ours or the imported file's
+        expected = isinstance(error, gym.error.Error | ModuleNotFoundError)  # as in the files: there is no such environment
+        if not expected and type(error).__name__ != "UserError":  # ours or the imported file's
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -369,8 +412,9 @@ def main() -> int:
 def evaluate_tasks(module, args, options: Options) -> list[float]:
     """Plays episodes of each task, on its test level where it has one. Prints the raw returns, and how far they are on
     the way from random actions to people. Returns their means."""
-    place = dict(train_dir=str(options.folder.parent), experiment=None)  # not the engines' folder of a run under way
-    args, trained = replace(args, test_levels=True, **place), args_of(module, options.folder).env_id
+    maps = args.level_cache or str(options.folder.parent / "level_cache")
+    args = replace(args, test_levels=True, experiment=None, level_cache=maps)
+    trained = args_of(module, options.folder).env_id
     chosen = module.tasks_of(args)
     module.check_levels(args)  # of what is played; the data sets of other tasks need not be here
     # Environments of a task. A closed engine leaks 5 descriptors: with more engines, thirty tasks would need too many.
@@ -383,8 +427,9 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
     print(f"{options.episodes} episodes a task, {options.actions()}, step {step:,}: mean return +- standard deviation")
     means, scores = [], []
     for task in chosen:
-        # The task's number is then 0, but only the critic reads it
-        returns = play(module, agent, replace(args, env_id=task), options, task)
+        with tempfile.TemporaryDirectory() as engines:  # not those of a run under way
+            # The task's number is then 0, but only the critic reads it
+            returns = play(module, agent, replace(args, env_id=task, train_dir=engines), options, task)
         if len(returns) < options.episodes:  # the window was closed
             break
         means.append(float(np.mean(returns)))
@@ -395,6 +440,8 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
             text += f"   {scores[-1]:6.1f} % of people"
         print(text)
         options.save_video = False  # it is of the first task
+    with contextlib.suppress(OSError):  # unless it is empty, it stays
+        os.rmdir(maps)
     if len(scores) == len(chosen) > 1:
         capped = np.mean(np.minimum(scores, 100))
         print(f"mean over tasks: {np.mean(scores):.1f} % of people, each capped at 100: {capped:.1f} %")
@@ -402,6 +449,8 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
 
 
 # === Of appo_pbt_doom.py: several policies ============================================================================
+
+kept = []  # games, until the process ends: to free them while their engines start would crash it
 
 
 def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...], list[int]]:
@@ -452,6 +501,7 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
     played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its seats
     drawn = dict(render_mode="rgb_array") if options.save_video or options.watch else {}
     worker = module.WorkerEnvs(args, np.arange(table.size), arrays, args.seed, **drawn)
+    kept.append(worker)
     worker.reset()
     first = worker.games[0]
     title = f"{args.env_id}, policy {' against '.join(names[policy] for policy in table[0])}"
@@ -461,7 +511,7 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
         contextlib.closing(Drawing(options, title, metadata, render)) as drawing,
         tqdm(total=per_env * len(table), desc="episodes", disable=None, leave=False, miniters=0) as bar,
     ):
-        shown = 0  # matches of the first environment
+        shown = steps = 0  # matches of the first environment; steps of each
         while min(map(len, played)) < per_env or drawing.recording() and shown < options.episodes:
             if not drawing.step(worker.sums[0][0], not first.agents):
                 break
@@ -470,7 +520,8 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
                 logits, _, states[policy] = network(obs, mailbox.first[own].to(device)[None], states[policy])
                 arrays.action[own] = choose(module, network, logits[0], options.likeliest).cpu().numpy()
             worker.step()
-            drawing.tell(bar)
+            steps += 1
+            bar.update(0)
             for row in np.flatnonzero(arrays.episode[:, 1]):  # its length
                 ended[row // seats][row % seats] = arrays.episode[row].tolist()
             for e, episodes in enumerate(ended):
@@ -480,6 +531,8 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
                         played[e].append([episodes[seat] for seat in range(seats)])
                         bar.update()
                     ended[e] = {}
+    if steps and not any(played):
+        print(unfinished(steps, worker.sums))
     worker.close()
     return played
 
@@ -546,6 +599,11 @@ def wilson(wins: int, matches: int) -> str:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)  # as Ctrl-C
+    for number in (signal.SIGTTIN, signal.SIGTTOU):  # else the kernel stops us in the background of a terminal
+        signal.signal(number, signal.SIG_IGN)
     code = main()
     sys.stdout.flush()
     if code == 130:

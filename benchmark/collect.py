@@ -58,9 +58,17 @@ def peers() -> dict[str, dict[str, str]]:
 
 
 def used_args(folder: Path) -> dict:
-    """What a run of ours was trained with; a file that has no other precision computes in float32."""
+    """Returns what a run of ours was trained with; a file that has no other precision computes in float32. Where cfg.json has None, the
+    value was derived and stands in TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     cfg = json.loads((folder / "cfg.json").read_text())
-    return dict(precision="float32") | (cfg["resolved"] if "resolved" in cfg else cfg["args"])  # "resolved" is of files up to 4fd3bc9
+    used, derived = dict(precision="float32") | (cfg["resolved"] if "resolved" in cfg else cfg["args"]), {}  # "resolved": up to 4fd3bc9
+    for file in sorted(folder.rglob("events.out.tfevents*")) if None in used.values() else ():
+        events = EventAccumulator(str(file)).Reload()
+        if "args/text_summary" in events.Tags()["tensors"]:
+            derived = json.loads(events.Tensors("args/text_summary")[-1].tensor_proto.string_val[0])
+    return used | {name: derived.get(name) for name, value in used.items() if value is None}
 
 
 def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tuple[float, int, float | None]]:

@@ -155,6 +155,7 @@ def profile(options: Options, family: str) -> dict:
     """One batch of inference with the rows of one split of all workers, and one iteration of the learner, over random numbers: what the
     host asks of the GPU for them, and how long both take. Everything else stands still meanwhile."""
     appo = importlib.import_module(f"appo_{family}")
+    torch.set_num_threads(1)
     device = torch.device(options.device)
     cuda = device.type == "cuda"
     if cuda:

@@ -261,7 +261,8 @@ def bare_worker(file: str, args, core: int, counters, barrier) -> None:
     appo = importlib.import_module(f"appo_{file}")
     dummy_sampler.set_up_process(core)
     envs, counters = dummy_sampler.envs_of(appo, args, args.num_envs_per_worker), counters.numpy()
-    envs.reset(seed=1000 * core)
+    with dummy_sampler.starting:
+        envs.reset(seed=1000 * core)
     envs.action_space.seed(core)
     actions = [envs.action_space.sample() for _ in range(500)]
     bare_steps = dict(doom=doom_steps, atari=atari_steps, dmlab=lab_steps, pbt_doom=match_steps)[file]
@@ -291,9 +292,7 @@ def bare(options: Options, args) -> list[float]:
         steps, seconds = (counters - before).unbind(-1)
         return (args.frameskip * steps / seconds).sum(0).tolist()
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
+        dummy_sampler.end(importlib.import_module(f"appo_{options.file}"), workers)
 
 
 def with_games(options: Options, appo, args, sampling) -> dict:

@@ -200,6 +200,12 @@ AXES = {"minutes": (0, 60), "thousand steps": (1, 1e3), "million steps": (1, 1e6
 LINES = [("#0b5fa5", "-"), ("#c2410c", "--"), ("#2b8a3e", ":"), ("#7048a8", "-."), ("#495057", "--"), ("#b8860b", ":"), ("#0f766e", "-.")]
 
 
+def save(figure, out: Path, dpi: int = 110) -> None:
+    figure.savefig(out, dpi=dpi)
+    plt.close(figure)
+    print(f"wrote {out}")
+
+
 def curves(out: Path, title: str, columns: int, panels: list[tuple], height: float = 2.3) -> None:
     """A panel: title, x axis, {name of a line: seeds}, perhaps (name, return) of a level. Seeds are thin; the mean of several is
     thick, as far as all of them go."""
@@ -229,8 +235,7 @@ def curves(out: Path, title: str, columns: int, panels: list[tuple], height: flo
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8)
     figure.supylabel("mean raw return, last 100 episodes", fontsize=8)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(out, dpi=110)
-    plt.close(figure)
+    save(figure, out)
 
 
 def over_both(games: dict[str, dict[str, Seeds]], x: str) -> list[tuple]:
@@ -298,8 +303,7 @@ def bars(out: Path, rows: list[tuple]) -> None:
     axis.set_xlabel("frames per second while learning (bars: medians, ticks: runs)")
     axis.set_title(f"{machine['cpu']}, {machine['cores']} cores, no GPU; float32 where nothing else is said", fontsize=9)
     axis.set_xlim(right=1.15 * max(map(max, systems.values())))
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    save(figure, out, dpi=130)
 
 
 def population(out: Path, title: str, file: str | Path) -> None:
@@ -328,8 +332,7 @@ def population(out: Path, title: str, file: str | Path) -> None:
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=7)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(out, dpi=110)
-    plt.close(figure)
+    save(figure, out)
 
 
 # ---- which result feeds what; the rest is in plot.toml

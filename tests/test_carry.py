@@ -252,12 +252,13 @@ def test_a_variant_is_added_to_a_users_file_and_to_another_of_ours(repository):
     repository.commit(appo_doom_multigpu=change(DOOM, ("appo_doom.py", "appo_doom_multigpu.py"), MULTIGPU, STEPS))
     mine = repository.users / "mine.py"
     mine.write_text(change(DOOM, RATE))
-    repository.carry("--add", "appo_doom_multigpu.py", mine)
+    output = repository.carry("--add", "appo_doom_multigpu.py", mine)
+    assert "only `agent` is the same on all ranks. For every other network" in output and "sum_over_ranks" in output
     assert (repository.users / "mine_multigpu.py").read_text() == change(DOOM, RATE, MULTIGPU, STEPS)
     assert mine.read_text() == change(DOOM, RATE)
     repository.carry("--add", "appo_doom_multigpu.py", "appo_atari.py")
     assert carry.ID.sub("", repository.read("appo_atari_multigpu")) == carry.ID.sub("", change(ATARI, MULTIGPU, STEPS))
-    repository.carry("--add", "appo_atari_replay.py", mine)
+    assert "agent" not in repository.carry("--add", "appo_atari_replay.py", mine)
     assert "len(sys.argv)" in (repository.users / "mine_replay.py").read_text()
     assert "exists" in repository.carry("--add", "appo_atari_replay.py", mine, code=2)
     assert "appo_gym.py is none of" in repository.carry("--add", "appo_gym.py", mine, code=2)

@@ -725,18 +725,6 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
     assert not (tmp_path / "engines").exists()
 
 
-def test_an_evaluation_that_is_stopped_leaves_nothing(run, tmp_path):
-    """While its engines start."""
-    r = run(*RUN, "--experiment", "e", "--total-timesteps", "1", **with_stand_in())
-    assert r.wait(60) == 0, r.text()
-    file = json.loads((tmp_path / "e" / "cfg.json").read_text())["file"]
-    r = run(command=[ROOT / "evaluate.py", tmp_path / "e", "--file", file], **with_stand_in(STAND_IN_RESET="0.5"))
-    r.wait_for(lambda: len(list((tmp_path / "engines").glob("*/dmlab*"))) > 1, 60, "the second engine")
-    r.process.send_signal(signal.SIGINT)
-    assert r.wait(30) == 130 and "Traceback" not in r.text(), r.text()
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"e"}
-
-
 def test_what_a_killed_run_leaves_goes_with_the_next_one(run, tmp_path):
     """Its engines hold the GIL, in resets for a second."""
     engines = tmp_path / "e" / "engines"

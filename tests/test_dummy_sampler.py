@@ -3,13 +3,16 @@
 import importlib.metadata
 import json
 import multiprocessing
+import os
+import signal
 import sys
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import marked
+from conftest import left_behind, marked
 from edited import ROOT
+from typed import Typed
 
 import dummy_sampler
 
@@ -88,6 +91,30 @@ def test_processes_end_with_the_main_one(sampler):
     r = sampler("--family", "atari", *SHORT, "--window", "60")
     r.wait_for(lambda: len(marked(r.mark)) == 5, 60, "the workers, beside fork server and resource tracker")
     r.process.kill()
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_ended_while_its_engines_start(sampler, number, code):
+    """They leave nothing in /dev/shm, as the fixture sees."""
+    r = sampler(*SHORT)
+    r.wait_for(lambda: r.engines(), 60, "the first engine")
+    r.process.send_signal(number)
+    assert r.wait() == code and "Traceback" not in r.text(), r.text()
+
+
+def test_ctrl_c_in_a_terminal(tmp_path):
+    """Its processes are in the background of the terminal, which stops none of them."""
+    before = set(os.listdir("/dev/shm"))
+    with Typed(tmp_path, ROOT / "dummy_sampler.py", "--family", "pbt_doom", *SHORT, "--num-workers", "1", "--windows", "500") as typed:
+        typed.wait_for(lambda: "1/500 " in typed.text(), "the first window")
+        typed.type("\x03")
+        assert typed.wait() == 130 and "Traceback" not in typed.text(), typed.text()
+        assert left_behind(typed.mark, before) == (set(), set())
+
+
+def test_its_command_can_be_typed_again(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "dummy_sampler.py"), "--out", "my results/$x.json"])
+    assert dummy_sampler.command() == "python dummy_sampler.py --out 'my results/$x.json'"
 
 
 @pytest.mark.parametrize("flags, expected", [

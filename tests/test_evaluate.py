@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import imageio.v2 as imageio
 import numpy as np
@@ -16,9 +18,11 @@ import pygame
 import pytest
 import torch
 import vizdoom
-from edited import COUNTING, ROOT, load, with_envs
+from conftest import left_behind
+from edited import COUNTING, ROOT, edited, load, replacing, with_envs
 from forked import python
 from test_command_line import MODULE
+from typed import Typed
 
 import appo_gym
 import evaluate
@@ -41,10 +45,10 @@ def length(me: int, episode: int) -> int:
     return 1 + (me * 7 + episode * 13) % 9
 
 
-def untrained(folder: Path, script: Path) -> Path:
+def untrained(folder: Path, script: Path, **flags) -> Path:
     """A run of `script` as training leaves it behind, at step 5, and 3 for the best. Returns its folder."""
     module = evaluate.load(script)
-    args = module.Args(device="cpu", hidden_size=16)
+    args = module.Args(device="cpu", hidden_size=16, **flags)
     if hasattr(args, "precision"):
         args.precision = "float32"
     torch.manual_seed(0)
@@ -59,7 +63,8 @@ def untrained(folder: Path, script: Path) -> Path:
         for head, action in zip(policy.bias.data.split(agent.heads), likeliest):
             head[action % len(head)] = 0.5
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(dict(agent=agent.state_dict(), global_step=step), folder / place)
+        content = dict(agent=agent.state_dict(), global_step=step)
+        torch.save(dict(policies=[content] * args.num_policies) if hasattr(args, "num_policies") else content, folder / place)
     (folder / "cfg.json").write_text(json.dumps(dict(args=asdict(args), file=str(script))))
     return folder
 
@@ -284,6 +289,81 @@ def test_a_run_of_another_version_of_the_file(play, drawn):
     assert (code, text) == (2, f"error: {drawn} is of another version of {Path(cfg['file']).name}; flags that differ: gamma\n")
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+DAMAGED = dict(empty=b"", cut=None, lfs=LFS, page=b"<!DOCTYPE html>\n<html>\n<body>Not Found</body>\n</html>\n")
+FOREIGN = [[], 5, {}, dict(agent={}), dict(agent={}, global_step="five"), dict(policies=[]), dict(model=torch.zeros(3))]
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, *range(len(FOREIGN))])
+def test_a_checkpoint_that_is_none(play, drawn_of, content):
+    """One sentence, with the file's name; of several the latest that can be read is played."""
+    folder, _ = drawn_of
+    for path in [*folder.rglob("*.pth")]:
+        data = path.read_bytes()
+        if content in DAMAGED:
+            path.write_bytes(data[: len(data) // 2] if content == "cut" else DAMAGED[content])
+        else:
+            torch.save(FOREIGN[content], path)
+        flags = ["--best"] if path.name == "best.pth" else []
+        sentence = f"{path} is damaged, or no checkpoint of a run"
+        assert play(folder, *flags) == (2, f"error: {sentence}\n")
+        if path.name == "checkpoint_1.pth":
+            (folder / "checkpoints" / "checkpoint_0.pth").write_bytes(data)
+            code, text = play(folder, "--episodes", 1)
+            assert code == 0 and text.startswith(f"warning: {sentence}; {folder}/checkpoints/checkpoint_0.pth is played\n1 episodes,")
+
+
+@pytest.mark.parametrize("agent", [[], {}, dict(weight=5)])
+def test_a_checkpoint_of_another_network(play, drawn_of, agent):
+    folder, _ = drawn_of
+    for path in folder.rglob("*.pth"):
+        torch.save(dict(agent=agent, global_step=1), path)
+        code, text = play(folder, *(["--best"] if path.name == "best.pth" else []))
+        assert code == 2 and text.startswith(f"error: the network in {path} does not fit ") and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", '"args"', "{}", '{"file": "appo_gym.py"}', '{"args": {}}', '{"file": 5, "args": {}}', "\xff",
+                                  '{"file": "appo_gym.py", "args": []}', '{"file": "appo_gym.py", "args": null}', "[" * 100_000])  # fmt: skip
+def test_settings_that_are_none(play, tmp_path, text):
+    folder = untrained(tmp_path / "e", ROOT / "appo_gym.py")
+    (folder / "cfg.json").write_bytes(text.encode("latin-1"))
+    code, answer = play(folder)
+    assert code == 2 and answer.startswith(f"error: {folder}/cfg.json is damaged, or does not hold the settings of a run (")
+    assert answer.count("\n") == 1
+
+
+@pytest.mark.parametrize("script, name, value", [
+    ("appo_gym", "num_envs", "many"), ("appo_gym", "gamma", None), ("appo_gym", "gamma", "0.9"), ("appo_gym", "env_id", 5), ("appo_gym", "seed", 1.5),
+    ("appo_gym", "sync", "no"), ("appo_gym", "seed", []), ("appo_gym", "device", {}), ("appo_doom", "rnn_type", "lsmt"), ("appo_doom", "rnn_type", 5),
+    ("appo_doom", "precision", "float64"), ("appo_doom", "cfg_path", 7),
+])  # fmt: skip
+def test_a_setting_of_a_wrong_type(play, tmp_path, script, name, value):
+    folder = untrained(tmp_path / "e", ROOT / f"{script}.py")
+    cfg = json.loads((folder / "cfg.json").read_text())
+    cfg["args"][name] = value
+    (folder / "cfg.json").write_text(json.dumps(cfg))
+    assert play(folder) == (2, f"error: {folder}/cfg.json is damaged: {name} cannot be {value!r}\n")
+
+
+def test_types_that_are_right():
+    """Those that are not plain are not judged."""
+    for value, kind in ((5, float), (None, int | None), ("gru", Literal["gru"] | None), ([1], tuple[int, ...]), ({}, dict), ("x", "str"), (1, "str")):
+        assert evaluate.fits(value, kind)
+    assert not evaluate.fits(None, int) and not evaluate.fits("5", int | None)
+
+
+@pytest.mark.parametrize("seed", [2**31, 2**64, -(2**64)])
+def test_any_seed(play, drawn, seed):
+    code, text = play(drawn, "--episodes", 2, "--seed", seed)
+    assert code == 0 and "2 episodes, " in text
+
+
+def test_one_thread(play, drawn):
+    """Two wait for each other where a training has the cores."""
+    torch.set_num_threads(2)
+    assert play(drawn, "--episodes", 1)[0] == 0 and torch.get_num_threads() == 1
+
+
 @pytest.mark.parametrize("flags, answer", [
     (("--episodes", 0), "--episodes 0 is out of range"),
     (("--policies", 1), "--opponents and --policies are for runs of appo_pbt_doom.py"),
@@ -298,7 +378,7 @@ def test_bad_input_gets_one_line(play, drawn, flags, answer):
 def test_no_run_no_such_checkpoint_no_such_flag(play, drawn, capsys):
     assert play(drawn / "nothing") == (2, f"error: there is no run in {drawn}/nothing: it has no cfg.json\n")
     (drawn / "checkpoints" / "best.pth").unlink()
-    assert play(drawn, "--best") == (2, f"error: no best checkpoint in {drawn}\n")
+    assert play(drawn, "--best") == (2, f"error: no best checkpoint in {drawn} (some files keep the latest alone)\n")
     with pytest.raises(SystemExit):
         play(drawn, "--likelies")
     assert "Unrecognized options: --likelies" in "".join(capsys.readouterr())
@@ -400,13 +480,58 @@ def test_a_screen_that_is_not_there(drawn):
 def test_an_evaluation_that_is_ended(run, tmp_path):
     """In whatever way: the fixture looks for engines and shared memory that are left."""
     folder = untrained(tmp_path / "e", ROOT / "appo_doom.py")
-    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
+    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 130)):
         r = run("--episodes", "4000", "--save-video", launcher=(str(ROOT / "evaluate.py"),), script=folder)
         r.wait_for(lambda: len(r.engines()) == 16 and (folder / "video.mp4").exists(), 60, "the games")
         r.process.send_signal(number)
         assert r.wait(60) == code and "Traceback" not in r.text()
         assert ("stopped" in r.text()) == (code == 130)
         (folder / "video.mp4").unlink()
+
+
+def test_an_evaluation_that_is_ended_while_its_matches_start(run, tmp_path):
+    """It does not crash, as it would if games were freed whose engines are starting."""
+    folder = untrained(tmp_path / "e", ROOT / "appo_pbt_doom.py", env_id="duel")
+    r = run("--policies", "0", launcher=(str(ROOT / "evaluate.py"),), script=folder)
+    r.wait_for(lambda: len(r.engines()) > 4, 60, "the engines of the third match")
+    time.sleep(0.8)
+    r.process.send_signal(signal.SIGTERM)
+    assert r.wait() == 130 and "Traceback" not in r.text(), r.text()
+
+
+def test_ctrl_c_in_a_terminal(tmp_path):
+    """The video has a bar of its own, which goes on when all episodes have been played. Nothing is left."""
+    before = set(os.listdir("/dev/shm"))
+    folder = untrained(tmp_path / "e", ROOT / "appo_doom.py")
+    with Typed(tmp_path, ROOT / "evaluate.py", "e", "--episodes", "500", "--save-video") as typed:
+        typed.wait_for(lambda: re.search(r"video: +\d+%.* (\d\d)/525 .*frames/s", typed.text()), "the bar of the video")
+        typed.type("\x03")
+        assert typed.wait() == 130 and "stopped" in typed.text() and "Traceback" not in typed.text(), typed.text()
+        assert re.search(rf"wrote \S*{folder.name}/video.mp4 \(\d\d+ frames\)", typed.text())
+        assert left_behind(typed.mark, before) == (set(), set())
+
+
+def test_in_the_background_of_a_terminal(tmp_path):
+    """The kernel would stop it when the engine of a match touches the terminal."""
+    untrained(tmp_path / "e", ROOT / "appo_pbt_doom.py", env_id="duel")
+    at_prompt = "set -m; {} {}/evaluate.py e --policies 0 --episodes 2 & wait $!; jobs".format(sys.executable, ROOT)
+    with Typed(tmp_path, "-c", f"import os; os.execlp('bash', 'bash', '-c', {at_prompt!r})") as typed:
+        typed.wait_for(lambda: "/2 [" in typed.text() or "Stopped" in typed.text(), "the first step")
+        assert "Stopped" not in typed.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ended_by_a_signal_it_leaves_no_folders(run, tmp_path, number):
+    """Of DeepMind Lab's engines: the stand-in makes the same."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    folder = untrained(tmp_path / "e", ROOT / "appo_dmlab.py")
+    environment = dict(PYTHONPATH=f"{ROOT}/tests/stand_in:{os.environ['PYTHONPATH']}", TMPDIR=str(place))
+    r = run("--episodes", "100000", script=folder, launcher=("-W", "ignore", ROOT / "evaluate.py"), env=environment)
+    r.wait_for(lambda: [*tmp_path.rglob("dmlab.tmp")], 60, "the folder of an engine")
+    r.process.send_signal(number)
+    assert r.wait() == 130, r.text()
+    assert not [*place.iterdir()] and {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"tmp", "e"}
 
 
 PLAIN = '    def render(self):\n        return {}\n'
@@ -457,6 +582,64 @@ def test_ctrl_c_shows_what_was_played(play, drawn, monkeypatch):
     monkeypatch.setattr(evaluate.Games, "step", step)
     code, text = play(drawn, "--episodes", 4000)
     assert code == 130 and re.search(r"^\d\d+ episodes, sampled actions, step 5:\nreturn .*\nstopped\n$", text, re.M), text
+
+
+def test_ctrl_c_of_episodes_that_never_end_says_what_was_played(play, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    endless = COUNTING.replace("end, kind = self.count == self.length, self.episode % 2", "end, kind = False, 0")
+    folder = untrained(tmp_path / "e", with_envs(tmp_path, "appo_no_end", endless))
+    counts, usual = iter(range(1000)), evaluate.Games.step
+
+    def step(self, action):
+        if next(counts) == 30:
+            raise KeyboardInterrupt
+        usual(self, action)
+
+    monkeypatch.setattr(evaluate.Games, "step", step)
+    code, text = play(folder, "--likeliest")
+    sentence = f"no episode has ended in 30 steps; the return of the first one so far: {30 * RAW[LATEST]:.2f}"
+    assert (code, text) == (130, f"{sentence}\nstopped\n")
+
+
+# A match in which 1 and 2 points are made in each step, until someone types Ctrl-C
+ENDLESS = """
+class Env:
+    possible_agents, metadata = ["one", "two"], {}
+
+    def observation_space(self, agent):
+        return gym.spaces.Box(0, 255, (36, 36, 3), np.uint8)
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.count, self.agents = 0, self.possible_agents
+        return self.of_both(np.zeros((36, 36, 3), np.uint8)), self.of_both({})
+
+    def of_both(self, value):
+        return dict.fromkeys(self.agents, value)
+
+    def step(self, actions):
+        self.count += 1
+        if self.count == 31:
+            raise KeyboardInterrupt
+        picture = np.zeros((36, 36, 3), np.uint8)
+        return self.of_both(picture), dict(one=1.0, two=2.0), self.of_both(False), self.of_both(False), self.of_both({})
+
+    def close(self):
+        pass
+
+
+def make_game(args, **options):
+    return Env()
+"""
+
+
+def test_ctrl_c_of_matches_that_never_end_says_what_was_played(play, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = untrained(tmp_path / "e", edited(tmp_path, "appo_no_match_ends", replacing(ENDLESS), source=ROOT / "appo_pbt_doom.py"))
+    code, text = play(folder, "--env-id", "a.game", "--policies", 0)
+    assert code == 130 and text.endswith("no episode has ended in 30 steps; the return of the first one so far: 30.00\nstopped\n"), text
 
 
 def test_a_run_in_train_dir_is_named(play, drawn, tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_when_a_goal_was_reached():
     assert plot.when([(0, 5000)]) == ["5k"], "what was published has no time"
 
 
-def test_a_folder_of_seeds_and_a_population_are_drawn(tmp_path, monkeypatch):
+def test_a_folder_of_seeds_and_a_population_are_drawn(tmp_path, monkeypatch, capsys):
     rows = [f"env-id={game},{seed},{i},{i},{i}" for game in "ab" for seed in "12" for i in range(3)]
     (tmp_path / "curves.csv").write_text("\n".join(["setting,seed,seconds,step,return", *rows]))
     (tmp_path / "mine.csv").write_text("step,policy,weights_of,objective,gamma\n0,0,0,,0.9\n0,1,1,,0.8\n5,0,0,2,0.9\n5,1,0,1,0.9\n")
@@ -66,6 +66,7 @@ def test_a_folder_of_seeds_and_a_population_are_drawn(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["plot.py", str(argument)])
         plot.main()
         assert plot.plt.imread(tmp_path / image).std() > 0.05, "it is not empty"
+        assert capsys.readouterr().out == f"wrote {tmp_path / image}\n"
 
 
 def sample_factory(folder, seconds: int, frames_per_second: int) -> None:
@@ -87,6 +88,14 @@ def ours(folder, seconds: int, steps_per_second: int) -> None:
         for i in range(5, seconds, 5):
             writer.add_scalar("charts/SPS", 1, i * steps_per_second, walltime=i)
             writer.add_scalar("charts/episodic_return", i, i * steps_per_second, walltime=i)
+
+
+def test_settings_that_were_derived_are_those_of_tensorboard(tmp_path):
+    """cfg.json has what was typed."""
+    (tmp_path / "cfg.json").write_text('{"args": {"device": null, "precision": null, "batch_size": 32, "cfg_path": null}}')
+    with SummaryWriter(str(tmp_path / "policy_00")) as writer:
+        writer.add_text("args", '{"device": "cuda", "precision": "bfloat16", "batch_size": 64}')
+    assert collect.used_args(tmp_path) == dict(device="cuda", precision="bfloat16", batch_size=32, cfg_path=None)
 
 
 def test_rates_and_curves_are_collected(tmp_path, monkeypatch):
