@@ -1286,7 +1286,9 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
     SIGNALS.append(signal.SIGHUP)
 # All other whole numbers are at least 1, and the rest 0
-AT_LEAST = dict(num_workers=0, seed=0, max_batches_ahead=0, keep_checkpoints=0, reward_clip=1e-3)
+AT_LEAST = dict(
+    num_workers=0, seed=0, max_batches_ahead=0, keep_checkpoints=0, reward_clip=1e-3, replay_candidates=1
+)  # fmt: skip
 # Requests; an actor that dies after fewer died early: three of a worker in a row end the run, and before a new run's
 # first update one that has made none
 SHORT_LIFE = 1000

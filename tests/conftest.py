@@ -84,9 +84,11 @@ class Run:
         if command[0].endswith(".py"):
             self.process = Forked(command, self.output, folder, environment)
         else:
-            with open(self.output, "w") as file:
-                self.process = subprocess.Popen([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, cwd=folder, env=environment,
-                                                start_new_session=True)  # fmt: skip
+            file = os.open(self.output, os.O_RDWR | os.O_CREAT | os.O_NOCTTY)
+            take = (lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)) if terminal else None
+            self.process = subprocess.Popen([sys.executable, *command], stdin=file if terminal else None, stdout=file, stderr=file, cwd=folder,
+                                            env=environment, start_new_session=True, preexec_fn=take)  # fmt: skip
+            os.close(file)
 
     def text(self) -> str:
         if self.terminal is None:

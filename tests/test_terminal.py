@@ -76,16 +76,3 @@ def test_a_stopped_job_goes_on(run, tmp_path):
     r.wait_for(lambda: reports() > before + 3, 30, "more reports")
     r.type("\x03")
     assert r.wait(30) == 130 and "hung" not in r.text()
-
-
-def test_evaluation_and_dummy_sampler(run, tmp_path):
-    r = run(*COMMON, *RUNS["appo_doom"], "--total-timesteps", "300", terminal=(24, 80))
-    assert r.wait(60) == 0, r.text()
-    r = run(command=[ROOT / "evaluate.py", tmp_path / "e", "--episodes", "10000", "--device", "cpu"], terminal=(24, 80))
-    r.wait_for(lambda: re.search(r"[1-9]\d*/10000", r.text()), 60, "an episode")
-    r.type("\x03")
-    assert r.wait(30) == 130 and re.search(r"[\r\n]\d+ episodes, sampled actions, .*\nreturn .*", r.text()), r.text()
-    r = run(command=[ROOT / "dummy_sampler.py", "--family", "doom", "--env-id", "basic", "--num-workers", "2"], terminal=(24, 80))
-    r.wait_for(lambda: "per second" in r.text(), 60, "a rate")
-    r.type("\x03")
-    assert r.wait(30) == 130, r.text()
