@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import multiprocessing
-import os
 import signal
 import sys
 

@@ -18,7 +18,7 @@ import pygame
 import pytest
 import torch
 import vizdoom
-from conftest import left_behind
+from conftest import marked
 from edited import COUNTING, ROOT, edited, load, replacing, with_envs
 from forked import python
 from test_command_line import MODULE
