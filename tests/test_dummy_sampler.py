@@ -9,7 +9,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import left_behind, marked
+from conftest import marked
 from edited import ROOT
 
 import dummy_sampler
