@@ -1493,6 +1493,8 @@ def handle_signals(inference: Inference):
 
 def lock(folder: Path):
     """Makes the folder this process's own until it ends, however it does. Raises UserError."""
+    if rank_of_this():
+        return  # it is rank 0's
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release it
     try:
@@ -1750,8 +1752,7 @@ def train(args: Args, folder: Path) -> int:
             dist.broadcast(x, 0)
     inference = Inference(args, spaces, agent, device)
     learner = Learner(args, agent, inference)
-    if rank == 0:
-        lock(folder)
+    lock(folder)
     load_checkpoint(folder, learner)
     if learner.global_step >= args.total_timesteps:
         print("Already complete: raise --total-timesteps to continue.")
@@ -1763,9 +1764,9 @@ def train(args: Args, folder: Path) -> int:
     if rank == 0:
         (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=args.typed), indent=2))
         os.replace(folder / "cfg.tmp", folder / "cfg.json")
+    deadline = np.inf
     handle_signals(inference)
     reporter = Silence() if rank else Reporter(args, learner, folder)
-    deadline = np.inf
     code = 0
     with running(inference, folder), own_stream(device):
         saved_at = time.monotonic()

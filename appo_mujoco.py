@@ -297,6 +297,8 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
         return MujocoEnvs(args.env_id, num_envs)
     if options:
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
+        if args.env_id in TASKS - gym.registry.keys():
+            raise UserError(f"--env-id {args.env_id}: EnvPool cannot draw it, and Gymnasium does not have it")
 
     def make() -> gym.Env:
         return NamedArrays(gym.make(args.env_id, **options))
