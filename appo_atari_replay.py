@@ -1590,10 +1590,10 @@ def train(args: Args, folder: Path) -> int:
     wait_for(device)  # the above ran in the default stream; learner and inference have their own
     (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=args.typed), indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
-    deadline = np.inf
     handle_signals(inference)
     reporter = Reporter(args, learner, folder)
     code = 0
+    deadline = np.inf
     with running(inference, folder), own_stream(device):
         saved_at = time.monotonic()
         try:

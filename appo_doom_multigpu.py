@@ -1764,10 +1764,10 @@ def train(args: Args, folder: Path) -> int:
     if rank == 0:
         (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=args.typed), indent=2))
         os.replace(folder / "cfg.tmp", folder / "cfg.json")
-    deadline = np.inf
     handle_signals(inference)
     reporter = Silence() if rank else Reporter(args, learner, folder)
     code = 0
+    deadline = np.inf
     with running(inference, folder), own_stream(device):
         saved_at = time.monotonic()
         try:

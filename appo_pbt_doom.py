@@ -2225,10 +2225,10 @@ def train(args: Args, folder: Path) -> int:
         wait_for(learner.device)  # the above ran in the default stream, in which the learners stay
     (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=args.typed), indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
-    deadline = np.inf
     handle_signals(inference)
     reporter = Reporter(population, inference, folder)
     code = 0
+    deadline = np.inf
     threads = {learner.device: concurrent.futures.ThreadPoolExecutor(1) for learner in learners}
     with running(inference, folder):
         saved_at = time.monotonic()
