@@ -21,8 +21,8 @@ IMPALA in one file.
 
 A deliberate edit of appo_gym.py. What differs:
 - EnvPool's MuJoCo, where it has the task (`MujocoEnvs`); observations are vectors, images are refused;
-- actions are numbers: a Gaussian policy (`draw`, `log_prob`, `entropy_of`), whose actions are kept as they were drawn,
-  and clipped for the environment (`WorkerEnvs.step`);
+- actions are numbers: a Gaussian policy (`draw`, `log_prob`, `entropy_of`), whose actions are kept as they were drawn;
+  for the environment `to_bounds` maps [-1, 1] to the bounds, where there are two, and clips;
 - where there are as many workers as cores, or more, each stays on one core (`run_actor`);
 - a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`);
 - a network with two towers of `hidden_size`, and a GRU across both if asked for;
@@ -165,7 +165,7 @@ class Args:
     max_grad_norm: float = 0.5  # gradients are scaled down to this norm; 0 turns it off
     rnn_type: Literal["gru", "none"] = "none"  # the recurrent core
     hidden_size: int = 64  # units of each of a tower's two layers; the recurrent core has twice as many
-    initial_stddev: float = 1.0  # of each number of an action, before anything is learned
+    initial_stddev: float = 1.0  # initial standard deviation of each number of an action; 1 is half its range
 
     def __post_init__(self):
         self.typed = asdict(self)  # for cfg.json: each machine fills in the rest for itself
@@ -290,9 +290,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     they are Gymnasium's: EnvPool cannot draw. (Gymnasium has no tasks of dm_control: these cannot be drawn.) Edit this
     function to wrap them (a wrapper of Gymnasium scales or clips rewards), or to train on something that neither knows.
 
-    What it returns must reset on the step after an episode's end (NEXT_STEP), take a Box of vectors, to which actions
-    are clipped, and give a Dict of float32 vectors: one vector more is one key more, and no other edit. Actors cannot
-    start processes of multiprocessing (AsyncVectorEnv)."""
+    What it returns must reset on the step after an episode's end (NEXT_STEP), take a Box of vectors (see `to_bounds`),
+    and give a Dict of float32 vectors: one vector more is one key more, and no other edit. Actors cannot start
+    processes of multiprocessing (AsyncVectorEnv)."""
     if args.env_id in TASKS and not options:
         return MujocoEnvs(args.env_id, num_envs)
     if options:
@@ -305,6 +305,21 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 
     mode = gym.vector.AutoresetMode.NEXT_STEP
     return gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=mode)
+
+
+NO_BOUND = np.float32(1e10)  # MuJoCo's mjMAXVAL: dm_control's bound of an actuator that has no limit
+
+
+def to_bounds(action, space):
+    """Maps the policy's actions [..., numbers] to those of a Box, and returns a copy. Of a number with two bounds, each
+    smaller than NO_BOUND, -1 and 1 become the bounds; any other stays as it is. Then all are clipped."""
+    bounded = (space.low > -NO_BOUND) & (space.high < NO_BOUND)
+    low = np.where(bounded, space.low, -1)
+    high = np.where(bounded, space.high, 1)
+    end = np.where(action < 0, low, high)
+    size = np.abs(action)
+    action = size * end + (1 - size) * (low / 2 + high / 2)  # exact at -1 and 1, and for bounds of -1 and 1
+    return np.clip(action, space.low, space.high)
 
 
 class Spaces(NamedTuple):
@@ -630,7 +645,7 @@ class Mailbox:
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
         self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
         # written by inference, between a request and its reply
-        self.action = torch.zeros(rows, spaces.numbers)  # what to do next, as drawn: not clipped
+        self.action = torch.zeros(rows, spaces.numbers)  # what to do next, as drawn: see `to_bounds`
 
     def numpy(self) -> SimpleNamespace:
         """The same memory, now shared, as NumPy arrays, whose indexing is much cheaper than torch's."""
@@ -684,8 +699,7 @@ class WorkerEnvs:
         self.write(observation, reward=0.0, terminated=False, first=True, episode=0.0)
 
     def step(self):
-        space = self.envs.single_action_space
-        action = np.clip(self.mailbox.action[self.rows], space.low, space.high)  # a copy: the environment may keep it
+        action = to_bounds(self.mailbox.action[self.rows], self.envs.single_action_space)
         observation, reward, terminated, truncated, info = self.envs.step(action)
         if not np.isfinite(reward).all():
             raise ValueError(f"a reward is not finite: {reward}")

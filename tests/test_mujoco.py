@@ -50,8 +50,8 @@ def test_the_mailbox_is_what_the_task_says(task, falls, more):
         for name, part in parts.items():  # flat, though that of FingerSpin's `touch` and the like may be anything
             np.testing.assert_array_equal(m.obs[name], np.reshape(part, (n, -1)).astype(np.float32))
         m.action[:] = sampled = rng.normal(0, 1.5, m.action.shape).astype(np.float32)  # the box of Humanoid's is +-0.4, of the others +-1
-        action = np.clip(sampled, pool.action_space.low, pool.action_space.high)
-        outside += (action != sampled).sum()
+        action = np.clip(sampled, -1, 1) * pool.action_space.high
+        outside += (abs(sampled) > 1).sum()
         worker.step()
         np.testing.assert_array_equal(m.action, sampled, "an actor only reads them")
         obs, reward, terminated, truncated, _ = pool.step(action)
@@ -127,6 +127,58 @@ def test_a_task_that_cannot_be_drawn_is_a_sentence():
         appo.make_envs(Args(env_id="CheetahRun-v1"), 1, render_mode="rgb_array")
 
 
+NUMBERS = [  # of an action: its bounds, and what arrives of -3, -1, 0, 1 and 3 as they are drawn
+    (-2000, 2000, [-2000, -2000, 0, 2000, 2000]),
+    (200, 1000, [200, 200, 600, 1000, 1000]),
+    (-0.01, 0.01, [-0.01, -0.01, 0, 0.01, 0.01]),
+    (0.1, 0.7, [0.1, 0.1, 0.4, 0.7, 0.7]),
+    (5, 5, [5] * 5),
+    (-1e9, 3e9, [-1e9, -1e9, 1e9, 3e9, 3e9]),
+    (0, np.inf, [0, 0, 0, 1, 3]),
+    (-np.inf, 2, [-3, -1, 0, 1, 2]),
+    (-np.inf, np.inf, [-3, -1, 0, 1, 3]),
+    (-1e10, 1e10, [-3, -1, 0, 1, 3]),  # LqrLqr21-v1 of EnvPool, which has no limit
+    (-3e38, 3e38, [-3, -1, 0, 1, 3]),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.filterwarnings("error")
+def test_the_policys_unit_is_half_of_each_numbers_range(dtype, monkeypatch):
+    low, high, expected = (np.array(column, dtype).T for column in zip(*NUMBERS))
+    got = []
+
+    class Env(gym.Env):
+        observation_space, action_space = Box(-1, 1, (3,)), Box(low, high, dtype=dtype)
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(3, np.float32), {}
+
+        def step(self, action):
+            got.append(action)
+            return np.zeros(3, np.float32), 0.0, False, False, {}
+
+    monkeypatch.setitem(gym.registry, "Own-v0", gym.envs.registration.EnvSpec("Own-v0", Env, disable_env_checker=True))
+    args = Args(env_id="Own-v0", num_workers=0, num_envs=5, device="cpu")
+    m = appo.Mailbox(appo.spaces_of(args), 5).numpy()
+    worker = appo.WorkerEnvs(args, 0, m, SEED)
+    worker.reset()
+    m.action[:] = drawn = np.array([-3, -1, 0, 1, 3], np.float32)[:, None]
+    worker.step()
+    np.testing.assert_array_equal(m.action, np.broadcast_to(drawn, m.action.shape), "they are kept as they were drawn")
+    assert all(action.dtype == dtype for action in got)
+    np.testing.assert_array_equal(np.stack(got)[[0, 1, 3, 4]], expected[[0, 1, 3, 4]], "the bounds themselves, to the last bit")
+    np.testing.assert_allclose(np.stack(got)[2], expected[2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5"])
+def test_bounds_of_one_leave_actions_as_they_are(task):
+    """To the last bit, however small."""
+    space, rng = appo.make_envs(Args(env_id=task), 1).single_action_space, np.random.default_rng(0)
+    actions = (rng.normal(0, 1, (1000, *space.shape)) * 10.0 ** rng.integers(-30, 2, (1000, *space.shape))).astype(np.float32)
+    assert appo.to_bounds(actions, space).tobytes() == np.clip(actions, space.low, space.high).tobytes()
+
+
 ROBOT = """
 import gymnasium as gym
 import numpy as np
@@ -135,7 +187,7 @@ import numpy as np
 class Robot(gym.Env):
     observation_space = gym.spaces.Dict(
         {name: gym.spaces.Box(-np.inf, np.inf, (n,), np.float64) for name, n in dict(observation=3, achieved_goal=1, desired_goal=1).items()})
-    action_space = gym.spaces.Box(-2, 2, (2,))
+    action_space = gym.spaces.Box(200, 1000, (2,))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -147,7 +199,7 @@ class Robot(gym.Env):
 
     def step(self, action):
         assert action in self.action_space
-        return self.look(), -float(abs(action[0] - self.goal[0])), False, False, {}
+        return self.look(), -float(abs((action[0] - 600) / 400 - self.goal[0])), False, False, {}
 
 
 gym.register("Robot-v0", Robot, max_episode_steps=5)
@@ -155,7 +207,7 @@ gym.register("Robot-v0", Robot, max_episode_steps=5)
 
 
 def test_a_robot_of_ones_own_needs_no_edit(run, tmp_path):
-    """Nor does EnvPool have to be there."""
+    """Nor does EnvPool have to be there. As they are drawn, all actions would be clipped to one bound."""
     (tmp_path / "my_module.py").write_text(ROBOT)
     (tmp_path / "envpool.py").write_text("raise ImportError")
     script = edited(tmp_path, "appo_mujoco", REPORTS, source=SCRIPT)
@@ -179,7 +231,7 @@ def test_a_robot_of_ones_own_needs_no_edit(run, tmp_path):
     (Box(0, 255, (64, 64, 3), np.uint8), Box(-2, 2, (2,)), [], "obs is an image, Box.*: this network sees vectors"),
     (Box(0, 1, (96, 96, 3), np.float32), Box(-2, 2, (2,)), [], "obs is an image, Box.*: this network sees vectors"),
 ])  # fmt: skip
-@pytest.mark.filterwarnings("ignore:.*is left out")
+@pytest.mark.filterwarnings("error", "ignore:.*is left out")
 def test_spaces_of_a_task_of_ones_own(observation, action, names, refused_by, monkeypatch):
     """They go through the pipeline and the network; what the environment gets is in its box, and of its type."""
 
