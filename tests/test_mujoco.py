@@ -444,7 +444,9 @@ def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
     assert agent.critic.count > 1000 + 1500 and agent.critic.std != 1.0, "PopArt goes on where it was"
     envs = module.make_envs(args, 1)  # a trained policy in code of one's own, as in README.md
     obs = {name: torch.from_numpy(part)[None] for name, part in envs.reset(seed=1)[0].items()}
-    assert agent(obs, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, agent.state_size))[0].shape == (1, 1, 6)
+    logits, _, _ = agent(obs, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, agent.state_size))
+    assert logits.shape == (1, 1, 6)
+    assert module.to_bounds(module.draw(logits[0]).detach().numpy(), envs.single_action_space) in envs.action_space
     envs.close()
 
     def evaluated(*flags: str):
