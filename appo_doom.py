@@ -1554,7 +1554,7 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
 
         self.folder = folder
-        plain = not args.num_workers or 0 in shutil.get_terminal_size((0, 0))  # a bar would hide a debugger, or itself
+        sizeless = sys.stderr.isatty() and 0 in os.get_terminal_size(sys.stderr.fileno())  # tqdm would show nothing
         self.learner = learner
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
         self.writer.add_text("args", json.dumps(asdict(args), indent=2))
@@ -1562,7 +1562,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=plain or None,  # None: without a terminal
+            disable=sizeless or not args.num_workers or None,  # it would hide a debugger; None: without a terminal
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining}{postfix}",
         )

@@ -1848,7 +1848,7 @@ if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
 # All other whole numbers are at least 1, and the rest 0
 AT_LEAST = dict(
     num_workers=0, seed=0, max_batches_ahead=0, keep_checkpoints=0, reward_clip=1e-3,
-    pbt_start_mutation=0, pbt_period_env_steps=0, pbt_perturb_min=1, pbt_perturb_max=1,
+    pbt_start_mutation=0, pbt_period_env_steps=0, pbt_replace_reward_gap=-np.inf, pbt_perturb_min=1, pbt_perturb_max=1,
 )  # fmt: skip
 # Requests; an actor that dies after fewer died early: three of a worker in a row end the run, and before a new run's
 # first update one that has made none
@@ -2090,7 +2090,7 @@ class Reporter:
 
         self.folder = folder
         self.args = args = population.args
-        plain = not args.num_workers or 0 in shutil.get_terminal_size((0, 0))  # a bar would hide a debugger, or itself
+        sizeless = sys.stderr.isatty() and 0 in os.get_terminal_size(sys.stderr.fileno())  # tqdm would show nothing
         self.learners = population.learners
         self.inference = inference
         self.writers = []
@@ -2102,7 +2102,7 @@ class Reporter:
             total=self.args.total_timesteps,
             initial=mean_step(self.learners),
             dynamic_ncols=True,
-            disable=plain or None,  # None: without a terminal
+            disable=sizeless or not args.num_workers or None,  # it would hide a debugger; None: without a terminal
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining}{postfix}",
         )

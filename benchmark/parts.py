@@ -113,6 +113,7 @@ def build(appo, env_id: str, device: str, **flags):
             field.normal_()
     r.logprobs.fill_(-1.4)
     r.rewards[:] = 0
+    mailbox.reward.zero_()
     r.values.fill_(0.0)
     return learner
 

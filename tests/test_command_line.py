@@ -167,9 +167,12 @@ def test_bad_input_gets_one_line(command, tmp_path, monkeypatch, capsys):
 def test_numbers_that_are_too_small(name, tmp_path, monkeypatch, capsys):
     appo = importlib.import_module(name)
     monkeypatch.chdir(tmp_path)
-    for field, least in appo.AT_LEAST.items():
+    whole = {name: 1 for name, kind in appo.Args.__annotations__.items() if kind is int and name not in appo.AT_LEAST}
+    for field, least in {**whole, **appo.AT_LEAST, "gamma": 0}.items():
+        if least == -np.inf:
+            continue
         flag = f"--{field.replace('_', '-')}"
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--device", "cpu", "--total-timesteps", "1", flag, str(least - 1)])
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--device", "cpu", flag, str(least - 1), *([] if field == "total_timesteps" else ["--total-timesteps", "1"])])
         assert re.fullmatch(rf"{flag} {least - 1}(\.0)? is out of range: at least {least}\n", refused(appo.main, capsys))
     assert not list(tmp_path.iterdir())
 

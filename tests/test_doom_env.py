@@ -249,7 +249,7 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
     assert finished > 50 and not m.obs["obs"][:6].any() and not m.first[:6].any(), "the other worker's rows are not touched"
     for split in splits:
         split.envs.close()
-    assert all(env.closed for envs in made[1:] for env in envs.envs)
+    assert all(env.unwrapped.closed for envs in made[1:] for env in envs.envs)
 
 
 @pytest.mark.parametrize("scale, clip, expected", [(1.0, 10.0, 0.0), (-100.0, 3.0, 3.0), (-100.0, 10.0, 4.0)])

@@ -345,13 +345,6 @@ def test_a_setting_of_a_wrong_type(play, tmp_path, script, name, value):
     assert code == 2 and re.match(f"error: {folder}/cfg.json is damaged: value of key '{name}' of dict .*\n$", answer), answer
 
 
-def test_types_that_are_right():
-    """Those that are not plain are not judged."""
-    for value, kind in ((5, float), (None, int | None), ("gru", Literal["gru"] | None), ([1], tuple[int, ...]), ({}, dict), ("x", "str"), (1, "str")):
-        assert evaluate.fits(value, kind)
-    assert not evaluate.fits(None, int) and not evaluate.fits("5", int | None)
-
-
 @pytest.mark.parametrize("seed", [2**31, 2**64, -(2**64)])
 def test_any_seed(play, drawn, seed):
     code, text = play(drawn, "--episodes", 2, "--seed", seed)

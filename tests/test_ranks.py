@@ -220,7 +220,7 @@ def test_two_ranks_train_and_one_goes_on(run, tmp_path):
     script = with_envs(tmp_path, "appo_ranks", COUNTING.replace(*slow).replace(line, line + note), REPORTS, source=SCRIPT)
     r = run(*SMALL, "--total-timesteps", "500", script=script, launcher=TWO)
     assert r.wait(90) == 0, r.text()
-    assert r.text().count("done: ") == r.text().count("basic: 1 workers, 4 environments") == 1
+    assert r.text().count("done: ") == r.text().count("basic: 1 workers on 1 cores, 4 environments") == 1
     cfg = json.loads((tmp_path / "e" / "cfg.json").read_text())
     assert cfg["file"] == str(script) and cfg["args"]["seed"] == 1, "the first rank's own"
     seeds = [line.split() for line in (tmp_path / "seeds").read_text().splitlines()]

@@ -43,7 +43,7 @@ def test_settings_and_seeds(run, tmp_path):
         r = run(command=command)
         r.wait_for(lambda: log.exists() and "frames/s" in log.read_text().rpartition("stopped: ")[2], 60, "a report")
         r.process.send_signal(number)  # ends the run too, which saves
-        assert r.wait(30) == code and re.search(r"stopped: .*\n.* play: .*\n.*\n.*\n.*\n$", log.read_text()) and not out.exists()
+        assert r.wait(30) == code and re.search(r"stopped: .*\n.* play: .*\n.*\n.* continue: .*\n$", log.read_text()) and not out.exists()
     assert another(command, tmp_path) == "error: default_1 is there, made by another command"
 
     first = python(*command, folder=tmp_path)

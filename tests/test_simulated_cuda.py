@@ -40,6 +40,7 @@ RETURN = "        self.inference.learner_end.send(blocks)  # LEARNING -> FREE"
 FULL = "                self.full.put(self.filling.pop(group))"
 REPLIES = """        for group in ready:
             worker, split = divmod(group, self.args.worker_num_splits)
+            self.heard[worker] = time.monotonic()
             with contextlib.suppress(ConnectionError):  # it has died, as `receive` will find
                 self.pipes[worker].send(split)
 """
