@@ -1227,8 +1227,9 @@ class Inference:
             unread = self.pipes[worker].poll()  # of an actor that answered while this process was stopped
             if worker in self.actors and self.args.num_workers and waiting < splits and not unread:
                 self.heard[worker] = time.monotonic()
-                for number in (signal.SIGALRM, signal.SIGCONT):
-                    with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):  # it has ended
+                    unlink_shared_memory(engine_ids(self.actors[worker].pid))  # of those that were starting
+                    for number in (signal.SIGALRM, signal.SIGCONT):
                         os.kill(self.actors[worker].pid, number)
 
     def receive(self, pipe):
@@ -1510,8 +1511,9 @@ def log(folder: Path, text, show=True):
         for line in text.splitlines():
             print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=file)
     if show:
-        tqdm.write(text)  # beside the bar
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # the terminal is closed, or nobody reads: the file goes on
+            tqdm.write(text)  # beside the bar
+            sys.stdout.flush()
 
 
 def kill(actor):
@@ -1557,7 +1559,8 @@ def running(inference: Inference, folder: Path):
             kill(actors[worker])
             actors[worker].join()
             code = actors[worker].exitcode
-            text = text or ("hung: --actor-timeout" if code == -signal.SIGALRM else f"died (exit code {code})")
+            hung = f"no answer for {args.actor_timeout:g} s (--actor-timeout)"
+            text = text or (hung if code == -signal.SIGALRM else f"died (exit code {code})")
             if code == -signal.SIGSEGV and not asked:
                 text += " while its engines started: is the scenario for several players?"
         early_deaths[worker] += 1
@@ -1642,7 +1645,7 @@ def load_checkpoint(folder: Path, learner: Learner):
         learner.best_return = content["best_return"]
     except Exception as error:  # of any type, and of many lines
         what = " ".join(str(error).split()).split(". ")[0]
-        raise UserError(f"the latest checkpoint in {folder} is damaged, or of another network: {what}") from None
+        raise UserError(f"the latest checkpoint in {folder} is of another network, or damaged: {what}") from None
 
 
 class Reporter:
@@ -1706,7 +1709,7 @@ class Reporter:
             limit = "environments"
         else:
             limit = "inference"
-        text = f"{self.score}, {fps:,.0f} frames/s, lag {self.metrics['lag/mean']:.0f}, limit: {limit}"
+        text = f"{self.score}, {fps:,.0f} frames/s, limit: {limit}, lag {self.metrics['lag/mean']:.0f}"
         self.bar.set_postfix_str(text)
         log(self.folder, f"step {self.learner.global_step:,}: {text}", show=self.bar.disable)
 
@@ -1792,7 +1795,8 @@ def train(args: Args, folder: Path) -> int:
         log(folder, f"play: python evaluate.py {place}{scenario}\ncurves: tensorboard --logdir {place}")
     else:
         log(folder, f"{folder} has settings, but no checkpoint")
-    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}")
+    more = " and a larger --total-timesteps" if learner.global_step >= args.total_timesteps else ""
+    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}{more}")
     return code
 
 
@@ -1831,6 +1835,7 @@ def parse_args() -> tuple[Args, Path]:
         saved = saved_args(folder)
         if saved.cfg_path and args.cfg_path != saved.cfg_path:  # a run's folder never names code to be run
             raise UserError(f"type --cfg-path {saved.cfg_path} again: a scenario is a program")
+        saved.typed |= dict(train_dir=args.train_dir, experiment=args.experiment)  # where it is now
         vars(saved).update(saved.typed)  # else tyro would take for typed what was filled in
         args = tyro.cli(Args, args=words, default=saved)
         for name, before in saved.typed.items():
@@ -1839,6 +1844,8 @@ def parse_args() -> tuple[Args, Path]:
                 if name in FIXED:
                     raise UserError(f"{folder} was made with {name} {before}, not {now}: choose another --experiment")
                 print(f"override: {name} {before} -> {now}")
+    elif next(folder.rglob("*.pth"), None):
+        raise UserError(f"{folder} has a checkpoint, but no cfg.json: choose another --experiment")
     return args, folder
 
 

@@ -1135,7 +1135,9 @@ def load_checkpoint(folder: Path, learner: Learner):
         learner.global_step = content["global_step"]
     except Exception as error:  # of any type, and of many lines
         what = " ".join(str(error).split()).split(". ")[0]
-        raise UserError(f"{folder}/latest.pth is damaged, or of another network: {what}") from None
+        raise UserError(
+            f"{folder}/latest.pth is damaged, or of another network; move it away to start anew ({what})"
+        ) from None
 
 
 class Reporter:
@@ -1189,7 +1191,7 @@ class Reporter:
             self.score = f"return {scalars['charts/episodic_return']:.2f}"
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, self.learner.global_step)
-        text = f"{self.score}, {sps:,.0f} steps/s, lag {self.metrics['lag/mean']:.1f}, learner waits {waits:.0%}"
+        text = f"{self.score}, {sps:,.0f} steps/s, learner waits {waits:.0%}, lag {self.metrics['lag/mean']:.1f}"
         self.bar.set_postfix_str(text)
         if self.bar.disable:  # no terminal, or a debugger
             print(f"step {self.learner.global_step:,}: {text}", flush=True)
@@ -1252,7 +1254,8 @@ def train(args: Args, folder: Path) -> int:
         print(f"curves: tensorboard --logdir {place}")
     else:
         print(f"{folder} has settings, but no checkpoint")
-    print(f"continue: the same command with --experiment {shlex.quote(args.experiment)}")
+    more = " and a larger --total-timesteps" if learner.global_step >= args.total_timesteps else ""
+    print(f"continue: the same command with --experiment {shlex.quote(args.experiment)}{more}")
     return code
 
 
@@ -1287,6 +1290,7 @@ def parse_args() -> tuple[Args, Path]:
         saved = saved_args(folder)
         if ":" in saved.env_id and args.env_id != saved.env_id:  # a run's folder never names code to be run
             raise UserError(f"type --env-id {saved.env_id} again: it imports a module")
+        saved.typed |= dict(train_dir=args.train_dir, experiment=args.experiment)  # where it is now
         vars(saved).update(saved.typed)  # else tyro would take for typed what was filled in
         args = tyro.cli(Args, args=words, default=saved)
         for name, before in saved.typed.items():
@@ -1295,6 +1299,8 @@ def parse_args() -> tuple[Args, Path]:
                 if name in FIXED:
                     raise UserError(f"{folder} was made with {name} {before}, not {now}: choose another --experiment")
                 print(f"override: {name} {before} -> {now}")
+    elif next(folder.rglob("*.pth"), None):
+        raise UserError(f"{folder} has a checkpoint, but no cfg.json: choose another --experiment")
     return args, folder
 
 

@@ -1559,8 +1559,9 @@ class Inference:
             unread = self.pipes[worker].poll()  # of an actor that answered while this process was stopped
             if worker in self.actors and self.args.num_workers and waiting < splits and not unread:
                 self.heard[worker] = time.monotonic()
-                for number in (signal.SIGALRM, signal.SIGCONT):
-                    with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):  # it has ended
+                    unlink_shared_memory(engine_ids(self.actors[worker].pid))  # of those that were starting
+                    for number in (signal.SIGALRM, signal.SIGCONT):
                         os.kill(self.actors[worker].pid, number)
 
     def receive(self, pipe):
@@ -1933,8 +1934,9 @@ def log(folder: Path, text, show=True):
         for line in text.splitlines():
             print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=file)
     if show:
-        tqdm.write(text)  # beside the bar
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # the terminal is closed, or nobody reads: the file goes on
+            tqdm.write(text)  # beside the bar
+            sys.stdout.flush()
 
 
 def kill(actor):
@@ -1981,7 +1983,8 @@ def running(inference: Inference, folder: Path):
             kill(actors[worker])
             actors[worker].join()
             code = actors[worker].exitcode
-            text = text or ("hung: --actor-timeout" if code == -signal.SIGALRM else f"died (exit code {code})")
+            hung = f"no answer for {args.actor_timeout:g} s (--actor-timeout)"
+            text = text or (hung if code == -signal.SIGALRM else f"died (exit code {code})")
             if code == -signal.SIGSEGV and not asked:
                 text += " while its engines started: is the scenario for several players?"
         early_deaths[worker] += 1
@@ -2075,7 +2078,7 @@ def load_checkpoint(folder: Path, population: Population):
         population.best_objective = content["best_objective"]
     except Exception as error:  # of any type, and of many lines
         what = " ".join(str(error).split()).split(". ")[0]
-        raise UserError(f"the latest checkpoint in {folder} is damaged, or of another network: {what}") from None
+        raise UserError(f"the latest checkpoint in {folder} is of another network, or damaged: {what}") from None
 
 
 class Reporter:
@@ -2160,7 +2163,7 @@ class Reporter:
         else:
             limit = "inference"
         lag = np.mean([metrics["lag/mean"] for metrics in self.metrics])
-        text = f"{self.score}, {fps:,.0f} frames/s, lag {lag:.0f}, limit: {limit}"
+        text = f"{self.score}, {fps:,.0f} frames/s, limit: {limit}, lag {lag:.0f}"
         self.bar.set_postfix_str(text)
         log(self.folder, f"step {mean_step(self.learners):,}: {text}", show=self.bar.disable)
 
@@ -2257,7 +2260,8 @@ def train(args: Args, folder: Path) -> int:
         log(folder, f"play: python evaluate.py {place} {game}\ncurves: tensorboard --logdir {place}")
     else:
         log(folder, f"{folder} has settings, but no checkpoint")
-    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}")
+    more = " and a larger --total-timesteps" if mean_step(learners) >= args.total_timesteps else ""
+    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}{more}")
     return code
 
 
@@ -2294,6 +2298,7 @@ def parse_args() -> tuple[Args, Path]:
             raise UserError(f"type --cfg-path {saved.cfg_path} again: a scenario is a program")
         if not is_doom(saved) and args.env_id != saved.env_id:
             raise UserError(f"type --env-id {saved.env_id} again: it is a module")
+        saved.typed |= dict(train_dir=args.train_dir, experiment=args.experiment)  # where it is now
         vars(saved).update(saved.typed)  # else tyro would take for typed what was filled in
         args = tyro.cli(Args, args=words, default=saved)
         for name, before in saved.typed.items():
@@ -2302,6 +2307,8 @@ def parse_args() -> tuple[Args, Path]:
                 if name in FIXED:
                     raise UserError(f"{folder} was made with {name} {before}, not {now}: choose another --experiment")
                 print(f"override: {name} {before} -> {now}")
+    elif next(folder.rglob("*.pth"), None):
+        raise UserError(f"{folder} has a checkpoint, but no cfg.json: choose another --experiment")
     return args, folder
 
 

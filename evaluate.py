@@ -107,7 +107,7 @@ def read_checkpoint(folder: Path, kind: str, policy: int) -> tuple[Path, dict, i
             print(f"warning: {damaged}; {path} is played")
         return found
     alone = " (some files keep the latest alone)" if kind == "best" else ""
-    raise UserError(damaged or f"no {kind} checkpoint in {folder}{alone}")
+    raise UserError(damaged or f"{folder} has no {kind} checkpoint{alone}")
 
 
 def find_file(folder: Path, file: Path | None) -> Path:
@@ -246,7 +246,10 @@ class Drawing:
             return True
         picture = self.last if ended else self.picture()
         if record:
+            # A frame that Ctrl-C cuts in two would spoil the video
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
             self.video.append_data(picture)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
             self.frames += 1
             self.bar.update()
         if self.window is None:

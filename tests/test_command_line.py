@@ -91,7 +91,7 @@ def test_train_and_resume(run, main, tmp_path, name, game, flags):
     for text, step, place in zip(texts, steps, (f"a new run in {folder}", f"resuming {folder} at step {steps[0]:,}")):
         cores = appo.num_cores()
         assert f"{game}: 2 workers on {cores} cores, 8 environments\n{place}\n" in text, "what was typed the first time still holds"
-        ways = rf"play: python evaluate.py {folder}(?: --env-id CartPole-v1)?\ncurves: tensorboard --logdir {folder}\ncontinue: the same command with --experiment e"
+        ways = rf"play: python evaluate.py {folder}(?: --env-id CartPole-v1)?\ncurves: tensorboard --logdir {folder}\ncontinue: the same command with --experiment e and a larger --total-timesteps"
         assert re.search(rf"^done: {step:,} steps, .*\n{ways}$", text, re.M)
     cfg = json.loads((folder / "cfg.json").read_text())
     assert cfg["file"] == str(script) and (cfg["args"]["batch_size"], cfg["args"]["learning_rate"]) == (64, 0.0002)
@@ -339,6 +339,17 @@ def test_a_runs_folder_may_be_a_link_and_its_name_has_no_slash(tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", ["appo", "--env-id", "ale_py:ALE/Pong-v5"])
     folder = appo_gym.parse_args()[1]
     assert folder.parent == tmp_path / "train_dir" and folder.name.startswith("ale_py-ALE-Pong-v5__")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_without_its_settings_is_not_resumed(name, tmp_path, monkeypatch, capsys):
+    place = tmp_path / "train_dir" / "e" / ("latest.pth" if name in BASE else "checkpoints/checkpoint_000000000100.pth")
+    place.parent.mkdir(parents=True)
+    place.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["appo", "--experiment", "e", "--device", "cpu"])
+    sentence = refused(importlib.import_module(name).main, capsys)
+    assert sentence == f"{tmp_path}/train_dir/e has a checkpoint, but no cfg.json: choose another --experiment\n"
 
 
 CODE = {  # what a file runs that a cfg.json may name

@@ -371,7 +371,7 @@ def test_bad_input_gets_one_line(play, drawn, flags, answer):
 def test_no_run_no_such_checkpoint_no_such_flag(play, drawn, capsys):
     assert play(drawn / "nothing") == (2, f"error: there is no run in {drawn}/nothing: it has no cfg.json\n")
     (drawn / "checkpoints" / "best.pth").unlink()
-    assert play(drawn, "--best") == (2, f"error: no best checkpoint in {drawn} (some files keep the latest alone)\n")
+    assert play(drawn, "--best") == (2, f"error: {drawn} has no best checkpoint (some files keep the latest alone)\n")
     with pytest.raises(SystemExit):
         play(drawn, "--likelies")
     assert "Unrecognized options: --likelies" in "".join(capsys.readouterr())

@@ -1086,7 +1086,7 @@ def test_what_is_killed_one_after_the_other(start):
     all_play(r)
     before = r.engines()  # those of the other actor, which has played, are left when one has died
     # An engine that was killed with the message queue's lock in its hand, once in some forty times, hangs
-    for victims, how in ((r.actors, r"died \(exit code -9\)"), (r.engines, r"(Traceback[\s\S]+ViZDoom[\s\S]+|hung: --actor-timeout)")):
+    for victims, how in ((r.actors, r"died \(exit code -9\)"), (r.engines, r"(Traceback[\s\S]+ViZDoom[\s\S]+|no answer for \d+ s \(--actor-timeout\))")):
         victim = next(one for one in victims() if victims == r.actors or one in before)
         os.kill(victim, signal.SIGKILL)
         r.wait_for(lambda how=how: re.search(rf"actor [01]: {how}; starting another", r.text()), 60, "the new actor")
@@ -1113,7 +1113,7 @@ def test_a_match_with_a_dead_or_hanging_player_costs_an_actor_and_ends_with_main
     r = start(*MATCH, "--actor-timeout", "6")
     all_play(r, 90)
     # One that was killed with the message queue's lock in its hand hangs, too
-    for number, how in ((signal.SIGKILL, r"(Traceback[\s\S]+|hung: --actor-timeout)"), (signal.SIGSTOP, "hung: --actor-timeout")):
+    for number, how in ((signal.SIGKILL, r"(Traceback[\s\S]+|no answer for \d+ s \(--actor-timeout\))"), (signal.SIGSTOP, r"no answer for \d+ s \(--actor-timeout\)")):
         victim, before = r.engines()[0], len(r.text())
         os.kill(victim, number)
         r.wait_for(lambda: re.search(rf"actor \d: {how}; starting another", r.text()[before:]), 60, "the new actor")
