@@ -552,7 +552,7 @@ def test_a_short_run_reports_every_episode_once(train, tmp_path, capsys, monkeyp
     ((reported, sps),) = scalars(tmp_path, "charts/SPS")
     assert reported == step and sps > 0
     text = capsys.readouterr().out
-    last = rf"\nstep {step:,}: return 11.00, [\d,]+ steps/s, lag 0.0, learner waits \d+%\n"
+    last = rf"\nstep {step:,}: return 11.00, [\d,]+ steps/s, learner waits \d+%, lag 0.0\n"
     assert re.search(rf"{last}done: {step:,} steps, return 11.00\n", text), text
 
 
