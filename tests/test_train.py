@@ -651,7 +651,7 @@ def test_what_is_slow_is_named(tmp_path_factory, train, tmp_path, monkeypatch, s
 
     monkeypatch.setattr(appo.Reporter, "report", stops)
     assert train(appo, num_workers=2, batch_size=20, total_timesteps=10**6) == 130
-    named = re.findall("limit: (.*)", (tmp_path / "run" / "log.txt").read_text())[1:]  # the first one has the start in it
+    named = re.findall("limit: (.*),", (tmp_path / "run" / "log.txt").read_text())[1:]  # the first one has the start in it
     assert Counter(named).most_common(1)[0][0] == slow, named
 
 
