@@ -545,10 +545,13 @@ def test_a_hang_in_step_is_reported_with_its_stack(start, tmp_path_factory):
     assert COUNTING.count(line) == 1
     script = with_envs(tmp_path_factory.mktemp("hanging"), "appo_hanging", COUNTING.replace(line, line + HANGS))
     r = start("--actor-timeout", "3", script=script)
-    r.wait_for(lambda: len(re.findall(r"actor [01]: no answer for 3 s \(--actor-timeout\); starting another", r.text())) == 2, 60, "two successors")
     own = script.read_text().partition("class Env(gym.Env):")[0].count("\n")  # what one prints may stand within the stack of the other
-    stacks = [line for line in re.findall(r'hanging.py", line (\d+) in step', r.text()) if int(line) > own]
-    assert len(set(stacks)) == 2, "where they hung"
+
+    def stacks() -> set[str]:
+        return {line for line in re.findall(r'hanging.py", line (\d+) in step', r.text()) if int(line) > own}
+
+    r.wait_for(lambda: len(stacks()) == 2, 60, "where they hang")
+    r.wait_for(lambda: len(re.findall(r"no answer for 3 s \(--actor-timeout\); starting another", r.text())) >= 2, 60, "two successors")
     goes_on(r)
     stop(r)
     assert (r.folder / "python").exists() and (r.folder / "library").exists()
