@@ -406,17 +406,19 @@ def test_a_worker_that_hangs_is_named(start, odd):
 
 def test_an_actor_that_is_stopped_is_replaced(start):
     """A stopped process has no timer of its own."""
-    r = training(start("--actor-timeout", "3"))
+    r = training(start("--actor-timeout", "12"))
     os.kill(r.actors()[0], signal.SIGSTOP)
-    r.wait_for(lambda: re.search(r"^actor [01]: no answer for \d+ s \(--actor-timeout\); starting another$", r.text(), re.M), 30, "another")
+    r.wait_for(lambda: re.search(r"^actor [01]: no answer for \d+ s \(--actor-timeout\); starting another$", r.text(), re.M), 60, "another")
     assert "most recent call first" in r.text(), "where it was stopped"
     goes_on(r)
     stop(r)
 
 
-def test_the_time_is_for_one_game(start):
-    """Four games of 0.7 seconds a step are no hang at a limit of 2."""
-    r = start("--actor-timeout", "2", "--num-envs-per-worker", "4", "--rollout", "2", edits=[before_each("step", "time.sleep(0.7)")])
+def test_the_time_is_for_one_game(start, tmp_path_factory):
+    """Four games of a second a step are no hang at a limit of 3."""
+    line = "        self.count += 1\n"
+    script = with_envs(tmp_path_factory.mktemp("slow"), "appo_slow_games", COUNTING.replace(line, line + "        time.sleep(1)\n"))
+    r = start("--actor-timeout", "3", "--num-envs-per-worker", "4", "--rollout", "2", script=script)
     goes_on(r, 0)
     stop(r)
     assert "no answer" not in r.text()
@@ -566,7 +568,7 @@ def test_a_hang_while_environments_start_ends_the_run(start):
 
 def test_an_engine_hangs_and_main_is_killed(start):
     """The worst case: an actor waits for ever inside a game, and nobody is left to notice but itself."""
-    r = training(start("--actor-timeout", "3"))
+    r = training(start("--actor-timeout", "10"))
     for engine in r.engines():
         os.kill(engine, signal.SIGSTOP)
     time.sleep(1)

@@ -63,14 +63,14 @@ def test_the_terminal_is_closed(name, run, tmp_path):
 def test_a_stopped_job_goes_on(run, tmp_path):
     """Ctrl-Z, and some seconds later fg: no actor is taken for hung."""
     script = edited(tmp_path, "appo_doom_edited", REPORTS, source=ROOT / "appo_doom.py")
-    r = run(*COMMON, *RUNS["appo_doom"], "--actor-timeout", "5", script=script, terminal=(24, 80))
+    r = run(*COMMON, *RUNS["appo_doom"], "--actor-timeout", "12", script=script, terminal=(24, 80))
 
     def reports() -> int:
         return r.text().count("frames/s")
 
     r.wait_for(reports, 60, "a report of the bar")
     r.process.send_signal(signal.SIGSTOP)  # SIGTSTP does nothing to a session's leader
-    time.sleep(6)
+    time.sleep(14)
     before = reports()
     r.process.send_signal(signal.SIGCONT)
     r.wait_for(lambda: reports() > before + 3, 30, "more reports")
