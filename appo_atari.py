@@ -1469,10 +1469,7 @@ def train(args: Args, folder: Path) -> int:
     if learner.global_step:
         place = shlex.quote(str(folder))
         log(folder, f"play: python evaluate.py {place}\ncurves: tensorboard --logdir {place}")
-    else:
-        log(folder, f"{folder} has settings, but no checkpoint")
-    more = " and a larger --total-timesteps" if learner.global_step >= args.total_timesteps else ""
-    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}{more}")
+    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}")
     return code
 
 
@@ -1498,10 +1495,9 @@ def parse_args() -> tuple[Args, Path]:
     if args.experiment is None:
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         args.experiment = args.typed["experiment"] = re.sub("[/:]", "-", name)
-    train_dir = os.path.abspath(args.train_dir)  # an environment may change the working directory
-    folder = Path(os.path.abspath(Path(train_dir, args.experiment)))
-    if str(folder.parent) != train_dir:
-        raise UserError(f"--experiment {args.experiment!r} is not the name of a folder in {train_dir}")
+    if "/" in args.experiment or not args.experiment.strip("."):
+        raise UserError(f"--experiment {args.experiment!r} is not the name of a folder in {args.train_dir}")
+    folder = Path(args.train_dir, args.experiment).absolute()  # an environment may change the working directory
     if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
         saved = saved_args(folder)
         saved.typed |= dict(train_dir=args.train_dir, experiment=args.experiment)  # where it is now

@@ -1796,10 +1796,7 @@ def train(args: Args, folder: Path) -> int:
         place = shlex.quote(str(folder))
         game = f"--env-id {shlex.quote(args.env_id)}"
         log(folder, f"play: python evaluate.py {place} {game}\ncurves: tensorboard --logdir {place}")
-    else:
-        log(folder, f"{folder} has settings, but no checkpoint")
-    more = " and a larger --total-timesteps" if learner.global_step >= args.total_timesteps else ""
-    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}{more}")
+    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}")
     return code
 
 
@@ -1825,10 +1822,9 @@ def parse_args() -> tuple[Args, Path]:
     if args.experiment is None:
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         args.experiment = args.typed["experiment"] = re.sub("[/:]", "-", name)[-150:]  # of many levels
-    train_dir = os.path.abspath(args.train_dir)  # an environment may change the working directory
-    folder = Path(os.path.abspath(Path(train_dir, args.experiment)))
-    if str(folder.parent) != train_dir:
-        raise UserError(f"--experiment {args.experiment!r} is not the name of a folder in {train_dir}")
+    if "/" in args.experiment or not args.experiment.strip("."):
+        raise UserError(f"--experiment {args.experiment!r} is not the name of a folder in {args.train_dir}")
+    folder = Path(args.train_dir, args.experiment).absolute()  # an environment may change the working directory
     if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
         saved = saved_args(folder)
         if "." in saved.env_id and args.env_id != saved.env_id:  # a run's folder never names code to be run

@@ -407,8 +407,8 @@ def test_nothing_new_is_not_saved(appo, train, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as stopped:
         stop_after(appo, stopped, 0)
         assert train() == 130 and checkpoints(tmp_path) == []
-    left = f"{tmp_path}/run has settings, but no checkpoint\ncontinue: the same command with --experiment run\n"
-    assert capsys.readouterr().out.endswith(f"\nstopped: 0 steps, no episode has ended\n{left}")
+    left = "stopped: 0 steps, no episode has ended\ncontinue: the same command with --experiment run\n"
+    assert capsys.readouterr().out.endswith(f"\n{left}")
     assert train() == 0
     files = checkpoints(tmp_path)
     stop_after(appo, monkeypatch, 0)
