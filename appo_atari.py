@@ -949,6 +949,7 @@ class Inference:
                 with contextlib.suppress(OSError):  # it has ended
                     for number in (signal.SIGALRM, signal.SIGCONT):
                         os.kill(self.actors[worker].pid, number)
+                return  # one at a time: else their stacks are mixed
 
     def receive(self, pipe):
         """Takes a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError."""

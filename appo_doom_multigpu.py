@@ -1231,6 +1231,7 @@ class Inference:
                     unlink_shared_memory(engine_ids(self.actors[worker].pid))  # of those that were starting
                     for number in (signal.SIGALRM, signal.SIGCONT):
                         os.kill(self.actors[worker].pid, number)
+                return  # one at a time: else their stacks are mixed
 
     def receive(self, pipe):
         """Takes a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError."""

@@ -1563,6 +1563,7 @@ class Inference:
                     unlink_shared_memory(engine_ids(self.actors[worker].pid))  # of those that were starting
                     for number in (signal.SIGALRM, signal.SIGCONT):
                         os.kill(self.actors[worker].pid, number)
+                return  # one at a time: else their stacks are mixed
 
     def receive(self, pipe):
         """Takes a group's request, or blocks from the learners: LEARNING -> FREE. Raises UserError."""
