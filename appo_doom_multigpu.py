@@ -21,8 +21,9 @@
 A deliberate edit of appo_doom.py, whose text all the rest is. What differs: each process of `torchrun`, a *rank*, runs
 this file, with a GPU and actors of its own, and all take each optimiser step together: the very one that a single
 process would take on the union of their batches. Summed over the ranks are what is averaged over samples
-(`masked_mean`), the `moments` of the inputs, the gradients (`Learner.update`), the steps of an iteration, and who
-leaves (`together`). Rank 0 alone reports and saves; returns, lags and times are its own.
+(`masked_mean`), the `moments` of the inputs, the gradients (`Learner.differentiate`), the steps of an iteration, and
+who leaves (`together`). Rank 0 alone reports and saves; returns, lags and times are its own. Of several ranks CUDA
+graphs have what chooses actions, not what computes gradients.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -103,6 +104,8 @@ import torch.nn as nn
 import tyro
 import vizdoom
 from gymnasium.spaces import Box, Dict, MultiDiscrete
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 from typeguard import TypeCheckError, check_type
 
@@ -141,6 +144,9 @@ class Args:
     total_timesteps: int = 1_000_000  # stop after this many steps (frames / frameskip)
     train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
     device: str | None = None  # cpu, cuda, or cuda:1 (the second GPU). Default: cuda where there is a GPU
+    cuda_graphs: bool = False
+    """with CUDA: what chooses actions, and what computes gradients, is recorded for each size of a batch: then each is
+    one launch"""
     precision: Literal["float32", "bfloat16"] | None = None
     """of the encoder, and on a CPU of the core; None is bfloat16 where the device has instructions for it"""
     experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
@@ -201,6 +207,7 @@ class Args:
             self.precision = "bfloat16" if capable else "float32"
         self.typed = asdict(self)  # for cfg.json: each machine fills in the rest for itself
         self.device = device
+        self.cuda_graphs &= cuda
         if self.num_workers is None:
             self.num_workers = num_cores()
         if self.worker_num_splits is None:
@@ -620,15 +627,14 @@ class Normalizer(nn.Module):
         n, mean, var = moments(x[valid] / self.unit)
         if n == 0:
             return
-        total = self.count + n
-        delta = mean - self.mean
-        squares = self.var * self.count + var * n + delta**2 * (self.count * n / total)
-        if not squares.isfinite().all():
+        weight = n / (self.count + n)
+        var = self.var.lerp(var, weight) + (mean - self.mean).square() * (weight - weight.square())
+        if not np.isfinite(var.sum().item()):
             raise FloatingPointError("an observation is not finite, or its square is not")
-        self.mean.add_(delta * (n / total))
-        self.var.copy_(squares / total)
-        self.count.copy_(total)
-        std = (self.var + 1e-5).sqrt()
+        self.mean.lerp_(mean, weight)
+        self.var.copy_(var)
+        self.count.add_(n)
+        std = (var + 1e-5).sqrt()
         self.scale.copy_(1 / (self.unit * std))
         self.shift.copy_(-self.mean / std)
 
@@ -708,6 +714,7 @@ class Agent(nn.Module):
             self.state_size = features * (1 if args.rnn_type == "gru" else 2)
         self.critic = init_layer(nn.Linear(features, 1))
         self.policy = init_layer(nn.Linear(features, sum(spaces.heads)))
+        self.recorded = False  # see `recur`
         # What computes in bfloat16, by autocast, in learning and acting alike: pi/mu must be 1 at lag 0. Not the core
         # on CUDA, where autocast takes float16 for recurrent layers.
         self.reduced = []
@@ -742,10 +749,11 @@ class Agent(nn.Module):
 
     def recur(self, x, first, state):
         """x [T, B, features] -> the core's outputs float32 [T, B, hidden_size], state. One call of the core for each
-        stretch of time in which no row has `first`: many steps in one call are much faster than one at a time."""
-        starts = [0]
-        if len(first) > 1:  # of a batch: waits for the device
-            starts += (first[1:].any(1).nonzero().flatten() + 1).tolist()
+        stretch of time in which no row has `first`: many steps in one call are much faster than one at a time. Where
+        calls are `recorded`, one for each step: it makes no difference there."""
+        starts = range(len(first))
+        if len(first) > 1 and not self.recorded:  # waits for the device
+            starts = [0, *(first[1:].any(1).nonzero().flatten() + 1).tolist()]
         outputs = []
         for start, stretch in zip(starts, x.split(np.diff([*starts, len(x)]).tolist())):
             state = torch.where(first[start].unsqueeze(-1), 0.0, state).unsqueeze(0)
@@ -823,7 +831,8 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam):
 
 def masked_mean(x, mask):
     """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples of all ranks that have a 1; 0 where
-    none has. Equal on all ranks to the bit; its gradient is this rank's share, which `Learner.update` adds up."""
+    none has. Equal on all ranks to the bit; its gradient is this rank's share, which `Learner.differentiate` adds
+    up."""
     own = torch.cat([(x * mask).sum((-2, -1)).flatten(), mask.sum().view(1)])
     total = sum_over_ranks(own.detach().clone())
     count = total[-1].clamp(min=1)
@@ -836,7 +845,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     fields of Rollouts, [time, rollout, ...], and `lags`, int64 [T, B]. Returns the loss and metrics, on the device.
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
-    the moment of acting is one more field of `Rollouts`, written in `Inference.act`. If it is in the environment's
+    the moment of acting is one more field of `Rollouts`, written in `Inference.choose`. If it is in the environment's
     `info`, it is also a field of `Mailbox`, written in `WorkerEnvs.step` and copied in `Inference.store` (what tells of
     a step's outcome at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
@@ -1128,6 +1137,64 @@ def own_stream(device, priority=0):
     return module.stream(module.Stream(priority=priority))
 
 
+RECORDING = threading.Lock()  # PyTorch can record, play, or draw random numbers on the device, in one thread at a time
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations on tensors, and the numbers that they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, int | float)]
+        self.noted.append((operation, numbers))
+        return operation(*args, **(kwargs or {}))
+
+
+def recorded(function, device):
+    """The same function of tensors, as one CUDA graph in the place of hundreds of launches, each of which waits for its
+    turn at Python's lock. There is a recording for each shape of the inputs. They are copied to where they were when it
+    was made, from the host's memory, too; outputs are in the same memory each time: the next call changes them.
+
+    The function may not wait for the device, copy from the host, or make shapes that depend on values, and what it uses
+    beside its inputs may change only in place: a number of the host's is the same for ever. To notice one that changes,
+    the fourth, eighth, 16th ... call runs as it is. Raises UserError."""
+    recordings = {}
+    pool = torch.cuda.graph_pool_handle()  # memory that they use in turn
+    problem = f"{function.__qualname__} cannot be a CUDA graph (--no-cuda-graphs): "
+
+    def call(*inputs):
+        tensors = tree_leaves(inputs)
+        recording = recordings.setdefault(tuple(x.shape for x in tensors), SimpleNamespace(calls=0))
+        recording.calls += 1
+        with RECORDING:
+            if recording.calls == 1:  # loads and chooses kernels, and makes the memory of gradients
+                return function(*inputs)
+            if recording.calls == 2:
+                recording.inputs = tree_map(lambda x: x.to(device, copy=True), inputs)
+                recording.graph = torch.cuda.CUDAGraph()
+                graph = torch.cuda.graph(recording.graph, pool, torch.cuda.current_stream(device), "thread_local")
+                try:
+                    with graph, Operations() as recording.operations:
+                        recording.outputs = function(*recording.inputs)
+                except RuntimeError as error:
+                    raise UserError(f"{problem}{error.__context__ or error}") from None
+            for place, x in zip(tree_leaves(recording.inputs), tensors):
+                place.copy_(x, non_blocking=True)
+            if recording.calls == 2 or recording.calls & recording.calls - 1:  # no power of two
+                recording.graph.replay()
+                return recording.outputs
+            with Operations() as operations:
+                outputs = function(*recording.inputs)
+            if operations.noted != recording.operations.noted:
+                raise UserError(f"{problem}a number that it uses changes, and is no tensor among its inputs")
+            return outputs
+
+    return call
+
+
 class Inference:
     """Serves the groups that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
     the memory, the pipes and the queue between itself, the actors and the learner.
@@ -1147,8 +1214,12 @@ class Inference:
         for module in self.agent.reduced:  # else autocast would cast the weights at each inference
             module.bfloat16()
         self.agent.to(device)  # packs the core's weights for cuDNN
-        self.copied = [*self.agent.parameters(), *self.agent.buffers()]
-        self.learned = [*agent.parameters(), *agent.buffers()]  # the learner updates them in place
+        mine = [*self.agent.parameters(), *self.agent.buffers()]
+        learned = [*agent.parameters(), *agent.buffers()]  # updated in place
+        self.copies = {x.dtype: ([], []) for x in mine}  # by type: a launch for each
+        for x, y in zip(mine, learned):
+            self.copies[x.dtype][0].append(x)
+            self.copies[x.dtype][1].append(y)
         self.version = 0  # of the agent
         self.lock = threading.Lock()  # of the agent
         workers = max(1, args.num_workers)
@@ -1175,12 +1246,15 @@ class Inference:
         self.actors = {}  # by worker: its process, which `running` starts
         self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE
         self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
+        if args.cuda_graphs:
+            self.choose = recorded(self.choose, device)
 
     @torch.no_grad()
     def publish(self, version: int):
         """The learner's weights and statistics, as they are now, act from the next inference on."""
         with self.lock:
-            torch._foreach_copy_(self.copied, self.learned)
+            for copied, learned in self.copies.values():
+                torch._foreach_copy_(copied, learned)
             self.version = version
             wait_for(self.device)
 
@@ -1197,7 +1271,6 @@ class Inference:
                     for key, _ in events:
                         self.receive(key.fileobj)
                     self.notice_silence()
-                wait_for(self.device)  # before the memory that it uses is let go of
         except BaseException as error:
             self.end_with(error)
 
@@ -1261,7 +1334,7 @@ class Inference:
         others go on waiting, until a block is free."""
         complete = [group for group in self.requests if self.t[group] == self.args.rollout]
         if complete:  # their rows are stored twice: here as obs[T] of the old block, below as obs[0] of the new one
-            self.store(complete)
+            self.store_obs(*self.store(complete))
             wait_for(self.device)  # the learner, whose stream is another, finds these blocks written
             for group in complete:
                 self.full.put(self.filling.pop(group))  # FILLING -> FULL
@@ -1281,45 +1354,58 @@ class Inference:
                 self.pipes[worker].send(split)
 
     def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots."""
+        """Copies the mailbox rows of the groups to their times and slots, but for the observations. Returns these, by
+        name [1, N, ...], and int64 [4, N]: rows, times, slots, `first`."""
         mailbox = self.mailbox
         rollouts = self.rollouts
-        for group in groups:
-            rows = slice_of(self.args, group)
-            slots = self.filling[group]
-            t = self.t[group]
-            for name, source in mailbox.obs.items():
-                rollouts.obs[name][t, slots].copy_(torch.from_numpy(source[rows]), non_blocking=True)
-            rollouts.first[t, slots] = mailbox.first[rows]
-            if t > 0:  # else they belong to the block before, where they are already
-                rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
-                rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
-
-    def act(self, groups: list[int]):
-        """Stores the rows of the groups, and chooses their next actions."""
-        self.store(groups)
-        rollouts = self.rollouts
-        places = [(self.t[group], self.filling[group]) for group in groups]
-        obs = {name: torch.cat([field[place] for place in places])[None] for name, field in rollouts.obs.items()}
         rows = np.r_[*(slice_of(self.args, group) for group in groups)]
         slots = np.r_[*(self.filling[group] for group in groups)]
         t = self.t[groups].repeat(rows_per_group(self.args))
-        d_rows, d_t, d_slots = torch.from_numpy(np.stack([rows, t, slots])).to(self.device, non_blocking=True)
-        first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device, non_blocking=True)
+        first = mailbox.first[rows]
+        rollouts.first[t, slots] = first
+        # At t = 0 they belong to the block before, which has them; what is written here, at -1, is written anew at T
+        rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
+        rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
+        obs = {name: torch.from_numpy(source[None, rows]) for name, source in mailbox.obs.items()}
+        return obs, torch.from_numpy(np.stack([rows, t, slots, first]))
+
+    def store_obs(self, obs, places):
+        """What `store` returns: the observations to their times and slots. Returns both, on the device."""
+        places = places.to(self.device, non_blocking=True)
+        obs = {name: part.to(self.device, non_blocking=True) for name, part in obs.items()}
+        _, t, slots, _ = places
+        for name, field in self.rollouts.obs.items():
+            if field.is_cpu:  # PyTorch's own indexing takes ten times as long there
+                field.numpy()[t.numpy(), slots.numpy()] = obs[name].numpy()
+            else:
+                field[t, slots] = obs[name]
+        return obs, places
+
+    def act(self, groups: list[int]):
+        """Stores the rows of the groups, and chooses their next actions."""
+        obs, places = self.store(groups)
+        rows, t, slots, _ = places.numpy()
         with self.lock:
-            logits, values, self.state[d_rows] = self.agent(obs, first, self.state[d_rows])
-            choices = distributions(logits[0], self.agent.heads)
-            actions = draw(choices)
+            actions = self.choose(obs, places)
             self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
-            rollouts.versions[t, slots] = self.version
-        rollouts.actions[d_t, d_slots] = actions
-        rollouts.logprobs[d_t, d_slots] = log_prob(choices, actions)
-        rollouts.values[d_t, d_slots] = values[0]
+            self.rollouts.versions[t, slots] = self.version
         self.t[groups] += 1
         ended = rows[self.mailbox.episode[rows].any(axis=1)]
         self.episodes.extend(self.mailbox.episode[ended].tolist())
         self.counts["rows"] += len(rows)
         self.counts["forwards"] += 1
+
+    def choose(self, obs, places):
+        """What the device does in `act`, with what `store` returns. Returns actions [N, heads]."""
+        rollouts = self.rollouts
+        obs, (rows, t, slots, first) = self.store_obs(obs, places)
+        logits, values, self.state[rows] = self.agent(obs, first.bool()[None], self.state[rows])
+        choices = distributions(logits[0], self.agent.heads)
+        actions = draw(choices)
+        rollouts.actions[t, slots] = actions
+        rollouts.logprobs[t, slots] = log_prob(choices, actions)
+        rollouts.values[t, slots] = values[0]
+        return actions
 
 
 # === Learner ==========================================================================================================
@@ -1335,6 +1421,9 @@ class Learner:
         self.agent = agent
         self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
+        if args.cuda_graphs and not dist.is_initialized():  # what ranks tell each other cannot be recorded
+            self.differentiate = recorded(self.differentiate, self.device)
+            self.agent.recorded = True
         self.global_step = 0  # valid transitions received, those that are too old included
         self.version = 0  # of the policy, when the iteration under way began
         self.best_return = -np.inf  # of best.pth
@@ -1391,21 +1480,28 @@ class Learner:
 
         return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
 
-    def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
-        batch.lags = self.version - batch.versions
-        loss, metrics = appo_loss(self.args, self.agent, batch)
-        self.optimizer.zero_grad()
+    def differentiate(self, batch: dict):
+        """What the device does in `update` before the optimiser's step: `appo_loss`, and its gradients, clipped.
+        Returns the metrics, and the loss and the gradients' norm in one tensor."""
+        loss, metrics = appo_loss(self.args, self.agent, SimpleNamespace(**batch))
+        self.optimizer.zero_grad(set_to_none=not self.args.cuda_graphs)  # what is recorded adds to them where they are
         loss.backward()
         for parameter in self.agent.parameters():
             if parameter.grad is not None:
                 sum_over_ranks(parameter.grad)
         grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        return metrics | {"losses/grad_norm": grad_norm}, torch.stack([loss.detach(), grad_norm])
+
+    def update(self, batch: SimpleNamespace, last_epoch: bool):
+        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
+        batch.lags = self.version - batch.versions
+        metrics, checked = self.differentiate(vars(batch))
+        loss, grad_norm = checked.tolist()
         # This check waits for the device: so nothing broken is published or saved, and inference does not wait at the
         # lock for a backward pass.
-        if not torch.isfinite(loss + grad_norm):
+        if not np.isfinite(loss + grad_norm):
             raise FloatingPointError(
-                f"the loss ({loss.item()}) or its gradient is not finite: check observations and rewards, "
+                f"the loss ({loss}) or its gradient is not finite: check observations and rewards, "
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.inference.version > 0  # the first batch only initialises the inputs' statistics
@@ -1417,7 +1513,7 @@ class Learner:
         if begun and grad_norm:  # it is 0 where no sample could be used
             self.optimizer.step()
         self.inference.publish(self.inference.version + 1)
-        return metrics | {"losses/grad_norm": grad_norm}
+        return metrics
 
 
 # A first reading ends here.

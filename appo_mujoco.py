@@ -103,6 +103,8 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import tyro
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple, flatdim, flatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 from typeguard import TypeCheckError, check_type
 
@@ -134,6 +136,9 @@ class Args:
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 3_000_000  # stop after this many steps
     device: str | None = None  # cpu, cuda, or cuda:1 (the second GPU). Default: cuda where there is a GPU
+    cuda_graphs: bool = False
+    """with CUDA: what chooses actions, and what computes gradients, is recorded for each size of a batch: then each is
+    one launch"""
     experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
     train_dir: str = "train_dir"  # where experiments are kept
     save_every_sec: float = 120.0  # seconds between checkpoints
@@ -170,6 +175,7 @@ class Args:
         self.typed = asdict(self)  # for cfg.json: each machine fills in the rest for itself
         if self.device is None:
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.cuda_graphs &= self.device.startswith("cuda")
         if self.num_workers is None:
             most = num_cores() * (1 if self.device == "cpu" else 2)
             self.num_workers = max(n for n in range(1, most + 1) if self.num_envs % n == 0)
@@ -374,15 +380,14 @@ class Normalizer(nn.Module):
         n, mean, var = moments(x[valid] / self.unit)
         if n == 0:
             return
-        total = self.count + n
-        delta = mean - self.mean
-        squares = self.var * self.count + var * n + delta**2 * (self.count * n / total)
-        if not squares.isfinite().all():
+        weight = n / (self.count + n)
+        var = self.var.lerp(var, weight) + (mean - self.mean).square() * (weight - weight.square())
+        if not np.isfinite(var.sum().item()):
             raise FloatingPointError("an observation or a return is not finite, or its square is not")
-        self.mean.add_(delta * (n / total))
-        self.var.copy_(squares / total)
-        self.count.copy_(total)
-        self.std.copy_((self.var + 1e-5).sqrt())
+        self.mean.lerp_(mean, weight)
+        self.var.copy_(var)
+        self.count.add_(n)
+        self.std.copy_((var + 1e-5).sqrt())
 
 
 def init_layer(layer, gain=2**0.5):
@@ -545,9 +550,10 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     fields of Rollouts, [time, rollout, ...]. Returns the loss, the targets float32 [T, B], and metrics, on the device.
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
-    the moment of acting is one more field of `Rollouts`, written in `Inference.act`. If it is in the environment's
+    the moment of acting is one more field of `Rollouts`, written in `Inference.choose`. If it is in the environment's
     `info`, it is also let through in `NamedArrays.step`, a field of `Mailbox`, written in `WorkerEnvs.step` and copied
-    in `Inference.store` (what tells of a step's outcome at t - 1, as the reward)."""
+    in `Inference.store` (what tells of a step's outcome at t - 1, as the reward). What it may not do with CUDA graphs
+    is said in `recorded`."""
     valid = (~batch.first[1:]).float()
     gaussians, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
     gaussians = gaussians[:-1]
@@ -785,6 +791,64 @@ def own_stream(device, priority=0):
     return module.stream(module.Stream(priority=priority))
 
 
+RECORDING = threading.Lock()  # PyTorch can record, play, or draw random numbers on the device, in one thread at a time
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations on tensors, and the numbers that they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, int | float)]
+        self.noted.append((operation, numbers))
+        return operation(*args, **(kwargs or {}))
+
+
+def recorded(function, device):
+    """The same function of tensors, as one CUDA graph in the place of hundreds of launches, each of which waits for its
+    turn at Python's lock. There is a recording for each shape of the inputs. They are copied to where they were when it
+    was made, from the host's memory, too; outputs are in the same memory each time: the next call changes them.
+
+    The function may not wait for the device, copy from the host, or make shapes that depend on values, and what it uses
+    beside its inputs may change only in place: a number of the host's is the same for ever. To notice one that changes,
+    the fourth, eighth, 16th ... call runs as it is. Raises UserError."""
+    recordings = {}
+    pool = torch.cuda.graph_pool_handle()  # memory that they use in turn
+    problem = f"{function.__qualname__} cannot be a CUDA graph (--no-cuda-graphs): "
+
+    def call(*inputs):
+        tensors = tree_leaves(inputs)
+        recording = recordings.setdefault(tuple(x.shape for x in tensors), SimpleNamespace(calls=0))
+        recording.calls += 1
+        with RECORDING:
+            if recording.calls == 1:  # loads and chooses kernels, and makes the memory of gradients
+                return function(*inputs)
+            if recording.calls == 2:
+                recording.inputs = tree_map(lambda x: x.to(device, copy=True), inputs)
+                recording.graph = torch.cuda.CUDAGraph()
+                graph = torch.cuda.graph(recording.graph, pool, torch.cuda.current_stream(device), "thread_local")
+                try:
+                    with graph, Operations() as recording.operations:
+                        recording.outputs = function(*recording.inputs)
+                except RuntimeError as error:
+                    raise UserError(f"{problem}{error.__context__ or error}") from None
+            for place, x in zip(tree_leaves(recording.inputs), tensors):
+                place.copy_(x, non_blocking=True)
+            if recording.calls == 2 or recording.calls & recording.calls - 1:  # no power of two
+                recording.graph.replay()
+                return recording.outputs
+            with Operations() as operations:
+                outputs = function(*recording.inputs)
+            if operations.noted != recording.operations.noted:
+                raise UserError(f"{problem}a number that it uses changes, and is no tensor among its inputs")
+            return outputs
+
+    return call
+
+
 SILENCE = 60  # seconds without a message, after which a worker that owes one is named
 
 
@@ -824,6 +888,8 @@ class Inference:
         self.heard = np.full(workers, time.monotonic())  # when a worker last sent a request, or was answered
         self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE
         self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
+        if args.cuda_graphs:
+            self.choose = recorded(self.choose, device)
 
     def run(self):
         """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches."""
@@ -838,7 +904,6 @@ class Inference:
                     for key, _ in events:
                         self.receive(key.fileobj)
                     self.notice_silence()
-                wait_for(self.device)  # before the memory that it uses is let go of
         except BaseException as error:
             self.end_with(error)
 
@@ -886,7 +951,7 @@ class Inference:
         others go on waiting, until a block is free."""
         complete = [worker for worker in self.requests if self.t[worker] == self.args.rollout]
         if complete:  # their rows are stored twice: here as obs[T] of the old block, below as obs[0] of the new one
-            self.store(complete)
+            self.store_obs(*self.store(complete))
             wait_for(self.device)  # the learner, whose stream is another, finds these blocks written
             for worker in complete:
                 self.full.put(self.filling.pop(worker))  # FILLING -> FULL
@@ -905,45 +970,58 @@ class Inference:
                 self.pipes[worker].send(None)
 
     def store(self, workers: list[int]):
-        """Copies the mailbox rows of the workers to their times and slots."""
+        """Copies the mailbox rows of the workers to their times and slots, but for the observations. Returns these, by
+        name [1, N, ...], and int64 [4, N]: rows, times, slots, `first`."""
         mailbox = self.mailbox
         rollouts = self.rollouts
-        for worker in workers:
-            rows = slice_of(self.args, worker)
-            slots = self.filling[worker]
-            t = self.t[worker]
-            for name, source in mailbox.obs.items():
-                rollouts.obs[name][t, slots].copy_(torch.from_numpy(source[rows]), non_blocking=True)
-            rollouts.first[t, slots] = mailbox.first[rows]
-            if t > 0:  # else they belong to the block before, where they are already
-                rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
-                rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
-
-    def act(self, workers: list[int]):
-        """Stores the rows of the workers, and chooses their next actions."""
-        self.store(workers)
-        rollouts = self.rollouts
-        places = [(self.t[worker], self.filling[worker]) for worker in workers]
-        obs = {name: torch.cat([field[place] for place in places])[None] for name, field in rollouts.obs.items()}
         rows = np.r_[*(slice_of(self.args, worker) for worker in workers)]
         slots = np.r_[*(self.filling[worker] for worker in workers)]
         t = self.t[workers].repeat(rows_per_worker(self.args))
-        d_rows, d_t, d_slots = torch.from_numpy(np.stack([rows, t, slots])).to(self.device, non_blocking=True)
-        first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device, non_blocking=True)
+        first = mailbox.first[rows]
+        rollouts.first[t, slots] = first
+        # At t = 0 they belong to the block before, which has them; what is written here, at -1, is written anew at T
+        rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
+        rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
+        obs = {name: torch.from_numpy(source[None, rows]) for name, source in mailbox.obs.items()}
+        return obs, torch.from_numpy(np.stack([rows, t, slots, first]))
+
+    def store_obs(self, obs, places):
+        """What `store` returns: the observations to their times and slots. Returns both, on the device."""
+        places = places.to(self.device, non_blocking=True)
+        obs = {name: part.to(self.device, non_blocking=True) for name, part in obs.items()}
+        _, t, slots, _ = places
+        for name, field in self.rollouts.obs.items():
+            if field.is_cpu:  # PyTorch's own indexing takes ten times as long there
+                field.numpy()[t.numpy(), slots.numpy()] = obs[name].numpy()
+            else:
+                field[t, slots] = obs[name]
+        return obs, places
+
+    def act(self, workers: list[int]):
+        """Stores the rows of the workers, and chooses their next actions."""
+        obs, places = self.store(workers)
+        rows, t, slots, _ = places.numpy()
         with self.lock:
-            gaussians, values, self.state[d_rows] = self.agent(obs, first, self.state[d_rows])
-            actions = draw(gaussians[0])
+            actions = self.choose(obs, places)
             self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
-            rollouts.versions[t, slots] = self.version
-        rollouts.actions[d_t, d_slots] = actions
-        rollouts.gaussians[d_t, d_slots] = gaussians[0]
-        rollouts.logprobs[d_t, d_slots] = log_prob(gaussians[0], actions)
-        rollouts.values[d_t, d_slots] = values[0]
+            self.rollouts.versions[t, slots] = self.version
         self.t[workers] += 1
         ended = rows[self.mailbox.episode[rows].any(axis=1)]
         self.episodes.extend(self.mailbox.episode[ended].tolist())
         self.counts["rows"] += len(rows)
         self.counts["forwards"] += 1
+
+    def choose(self, obs, places):
+        """What the device does in `act`, with what `store` returns. Returns actions [N, numbers]."""
+        rollouts = self.rollouts
+        obs, (rows, t, slots, first) = self.store_obs(obs, places)
+        gaussians, values, self.state[rows] = self.agent(obs, first.bool()[None], self.state[rows])
+        actions = draw(gaussians[0])
+        rollouts.actions[t, slots] = actions
+        rollouts.gaussians[t, slots] = gaussians[0]
+        rollouts.logprobs[t, slots] = log_prob(gaussians[0], actions)
+        rollouts.values[t, slots] = values[0]
+        return actions
 
 
 # === Learner ==========================================================================================================
@@ -960,6 +1038,8 @@ class Learner:
         self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
         self.global_step = 0  # valid transitions learned from
+        if args.cuda_graphs:
+            self.differentiate = recorded(self.differentiate, self.device)
 
     def collect(self) -> list[slice]:
         """Waits for the blocks of an iteration: FULL -> LEARNING. Raises what ends the run: an error of the inference
@@ -1010,17 +1090,24 @@ class Learner:
 
         return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
 
-    def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
-        loss, targets, metrics = appo_loss(self.args, self.agent, batch)
-        self.optimizer.zero_grad()
+    def differentiate(self, batch: dict):
+        """What the device does in `update` before the optimiser's step: `appo_loss`, and its gradients, clipped.
+        Returns the targets, metrics, and the loss and the gradients' norm in one tensor."""
+        loss, targets, metrics = appo_loss(self.args, self.agent, SimpleNamespace(**batch))
+        self.optimizer.zero_grad(set_to_none=not self.args.cuda_graphs)  # what is recorded adds to them where they are
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        return targets, metrics | {"losses/grad_norm": grad_norm}, torch.stack([loss.detach(), grad_norm])
+
+    def update(self, batch: SimpleNamespace, last_epoch: bool):
+        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
+        targets, metrics, checked = self.differentiate(vars(batch))
+        loss, grad_norm = checked.tolist()
         # This check waits for the device: so nothing broken is published or saved, and inference does not wait at the
         # lock for a backward pass.
-        if not torch.isfinite(loss + grad_norm):
+        if not np.isfinite(loss + grad_norm):
             raise FloatingPointError(
-                f"the loss ({loss.item()}) or its gradient is not finite: check observations and rewards, "
+                f"the loss ({loss}) or its gradient is not finite: check observations and rewards, "
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         valid = ~batch.first[1:]
@@ -1034,7 +1121,7 @@ class Learner:
                 self.agent.critic.update(targets, valid)
             self.inference.version += 1
             wait_for(self.device)
-        return metrics | {"losses/grad_norm": grad_norm}
+        return metrics
 
 
 # A first reading ends here.

@@ -117,6 +117,8 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import tyro
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple, flatdim, flatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 from typeguard import TypeCheckError, check_type
 
@@ -160,6 +162,9 @@ class Args:
     train_for_seconds: float = np.inf  # stop so many seconds after this session's first iteration
     device: str | None = None
     """cpu, cuda (all GPUs), or cuda:1 (the second one). Default: cuda where there is a GPU"""
+    cuda_graphs: bool = False
+    """with CUDA: what chooses actions, and what computes gradients, is recorded for each size of a batch: then each is
+    one launch"""
     precision: Literal["float32", "bfloat16"] | None = None
     """of the encoder, and on a CPU of the core; None is bfloat16 where the device has instructions for it"""
     experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
@@ -244,6 +249,7 @@ class Args:
             self.precision = "bfloat16" if capable else "float32"
         self.typed = asdict(self)  # for cfg.json: each machine fills in the rest for itself
         self.device = device
+        self.cuda_graphs &= cuda
         if self.num_workers is None:
             self.num_workers = num_cores()
         if self.worker_num_splits is None:
@@ -844,15 +850,14 @@ class Normalizer(nn.Module):
         n, mean, var = moments(x[valid] / self.unit)
         if n == 0:
             return
-        total = self.count + n
-        delta = mean - self.mean
-        squares = self.var * self.count + var * n + delta**2 * (self.count * n / total)
-        if not squares.isfinite().all():
+        weight = n / (self.count + n)
+        var = self.var.lerp(var, weight) + (mean - self.mean).square() * (weight - weight.square())
+        if not np.isfinite(var.sum().item()):
             raise FloatingPointError("an observation is not finite, or its square is not")
-        self.mean.add_(delta * (n / total))
-        self.var.copy_(squares / total)
-        self.count.copy_(total)
-        std = (self.var + 1e-5).sqrt()
+        self.mean.lerp_(mean, weight)
+        self.var.copy_(var)
+        self.count.add_(n)
+        std = (var + 1e-5).sqrt()
         self.scale.copy_(1 / (self.unit * std))
         self.shift.copy_(-self.mean / std)
 
@@ -932,6 +937,7 @@ class Agent(nn.Module):
             self.state_size = features * (1 if args.rnn_type == "gru" else 2)
         self.critic = init_layer(nn.Linear(features, 1))
         self.policy = init_layer(nn.Linear(features, sum(spaces.heads)))
+        self.recorded = False  # see `recur`
         # What computes in bfloat16, by autocast, in learning and acting alike: pi/mu must be 1 at lag 0. Not the core
         # on CUDA, where autocast takes float16 for recurrent layers.
         self.reduced = []
@@ -966,10 +972,11 @@ class Agent(nn.Module):
 
     def recur(self, x, first, state):
         """x [T, B, features] -> the core's outputs float32 [T, B, hidden_size], state. One call of the core for each
-        stretch of time in which no row has `first`: many steps in one call are much faster than one at a time."""
-        starts = [0]
-        if len(first) > 1:  # of a batch: waits for the device
-            starts += (first[1:].any(1).nonzero().flatten() + 1).tolist()
+        stretch of time in which no row has `first`: many steps in one call are much faster than one at a time. Where
+        calls are `recorded`, one for each step: it makes no difference there."""
+        starts = range(len(first))
+        if len(first) > 1 and not self.recorded:  # waits for the device
+            starts = [0, *(first[1:].any(1).nonzero().flatten() + 1).tolist()]
         outputs = []
         for start, stretch in zip(starts, x.split(np.diff([*starts, len(x)]).tolist())):
             state = torch.where(first[start].unsqueeze(-1), 0.0, state).unsqueeze(0)
@@ -1055,9 +1062,9 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     fields of Rollouts, [time, rollout, ...], and `lags`, int64 [T, B]. Returns the loss and metrics, on the device.
 
     A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
-    the moment of acting is one more field of `Rollouts`, written in `Policy.act`. If it is in the environment's `info`,
-    it is also a field of `Mailbox`, written in `WorkerEnvs.write` and copied in `Policy.store` (what tells of a step's
-    outcome at t - 1, as the reward)."""
+    the moment of acting is one more field of `Rollouts`, written in `Policy.choose`. If it is in the environment's
+    `info`, it is also a field of `Mailbox`, written in `WorkerEnvs.write` and copied in `Policy.store` (what tells of a
+    step's outcome at t - 1, as the reward)."""
     valid = (~batch.first[1:]).float()
     used = valid * ~batch.inactive[:-1] * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
@@ -1398,6 +1405,64 @@ def own_stream(device, priority=0):
     return module.stream(module.Stream(priority=priority))
 
 
+RECORDING = threading.Lock()  # PyTorch can record, play, or draw random numbers on the device, in one thread at a time
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations on tensors, and the numbers that they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, int | float)]
+        self.noted.append((operation, numbers))
+        return operation(*args, **(kwargs or {}))
+
+
+def recorded(function, device):
+    """The same function of tensors, as one CUDA graph in the place of hundreds of launches, each of which waits for its
+    turn at Python's lock. There is a recording for each shape of the inputs. They are copied to where they were when it
+    was made, from the host's memory, too; outputs are in the same memory each time: the next call changes them.
+
+    The function may not wait for the device, copy from the host, or make shapes that depend on values, and what it uses
+    beside its inputs may change only in place: a number of the host's is the same for ever. To notice one that changes,
+    the fourth, eighth, 16th ... call runs as it is. Raises UserError."""
+    recordings = {}
+    pool = torch.cuda.graph_pool_handle()  # memory that they use in turn
+    problem = f"{function.__qualname__} cannot be a CUDA graph (--no-cuda-graphs): "
+
+    def call(*inputs):
+        tensors = tree_leaves(inputs)
+        recording = recordings.setdefault(tuple(x.shape for x in tensors), SimpleNamespace(calls=0))
+        recording.calls += 1
+        with RECORDING:
+            if recording.calls == 1:  # loads and chooses kernels, and makes the memory of gradients
+                return function(*inputs)
+            if recording.calls == 2:
+                recording.inputs = tree_map(lambda x: x.to(device, copy=True), inputs)
+                recording.graph = torch.cuda.CUDAGraph()
+                graph = torch.cuda.graph(recording.graph, pool, torch.cuda.current_stream(device), "thread_local")
+                try:
+                    with graph, Operations() as recording.operations:
+                        recording.outputs = function(*recording.inputs)
+                except RuntimeError as error:
+                    raise UserError(f"{problem}{error.__context__ or error}") from None
+            for place, x in zip(tree_leaves(recording.inputs), tensors):
+                place.copy_(x, non_blocking=True)
+            if recording.calls == 2 or recording.calls & recording.calls - 1:  # no power of two
+                recording.graph.replay()
+                return recording.outputs
+            with Operations() as operations:
+                outputs = function(*recording.inputs)
+            if operations.noted != recording.operations.noted:
+                raise UserError(f"{problem}a number that it uses changes, and is no tensor among its inputs")
+            return outputs
+
+    return call
+
+
 class Policy:
     """One policy's rows: their recurrent states, rollouts and last episodes, and what acts for them.
 
@@ -1417,62 +1482,82 @@ class Policy:
         for module in self.agent.reduced:  # else autocast would cast the weights at each inference
             module.bfloat16()
         self.agent.to(self.device)  # packs the core's weights for cuDNN
-        self.copied = [*self.agent.parameters(), *self.agent.buffers()]
-        self.learned = [*agent.parameters(), *agent.buffers()]  # the learner updates them in place
+        mine = [*self.agent.parameters(), *self.agent.buffers()]
+        learned = [*agent.parameters(), *agent.buffers()]  # updated in place
+        self.copies = {x.dtype: ([], []) for x in mine}  # by type: a launch for each
+        for x, y in zip(mine, learned):
+            self.copies[x.dtype][0].append(x)
+            self.copies[x.dtype][1].append(y)
         self.version = 0  # of the agent
         self.lock = threading.Lock()  # of the agent
         slots = num_blocks(args) * rows_per_group(args)
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, self.device)
         self.state = torch.zeros(num_rows(args), agent.state_size, device=self.device)
         self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE; from `Learner.become` on a donor's
+        if args.cuda_graphs:
+            self.choose = recorded(self.choose, self.device)
 
     @torch.no_grad()
     def publish(self, version: int):
         """The learner's weights and statistics, as they are now, act from the next inference on."""
         with self.lock:
-            torch._foreach_copy_(self.copied, self.learned)
+            for copied, learned in self.copies.values():
+                torch._foreach_copy_(copied, learned)
             self.version = version
             wait_for(self.device)
 
     def store(self, groups: list[int]):
-        """Copies the mailbox rows of the groups to their times and slots."""
+        """Copies the mailbox rows of the groups to their times and slots, but for the observations. Returns these, by
+        name [1, N, ...], and int64 [4, N]: rows, times, slots, `first`."""
         mailbox = self.mailbox
         rollouts = self.rollouts
-        for group in groups:
-            rows = slice_of(self.args, group)
-            slots = self.filling[group]
-            t = self.t[group]
-            for name, source in mailbox.obs.items():
-                rollouts.obs[name][t, slots].copy_(torch.from_numpy(source[rows]), non_blocking=True)
-            rollouts.first[t, slots] = mailbox.first[rows]
-            rollouts.inactive[t, slots] = mailbox.inactive[rows]
-            if t > 0:  # else they belong to the block before, where they are already
-                rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
-                rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
-
-    def act(self, groups: list[int]):
-        """Stores the rows of the groups, and chooses their next actions."""
-        self.store(groups)
-        rollouts = self.rollouts
-        places = [(self.t[group], self.filling[group]) for group in groups]
-        obs = {name: torch.cat([field[place] for place in places])[None] for name, field in rollouts.obs.items()}
         rows = np.r_[*(slice_of(self.args, group) for group in groups)]
         slots = np.r_[*(self.filling[group] for group in groups)]
         t = self.t[groups].repeat(rows_per_group(self.args))
-        d_rows, d_t, d_slots = torch.from_numpy(np.stack([rows, t, slots])).to(self.device, non_blocking=True)
-        first = torch.from_numpy(self.mailbox.first[None, rows]).to(self.device, non_blocking=True)
+        first = mailbox.first[rows]
+        rollouts.first[t, slots] = first
+        rollouts.inactive[t, slots] = mailbox.inactive[rows]
+        # At t = 0 they belong to the block before, which has them; what is written here, at -1, is written anew at T
+        rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
+        rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
+        obs = {name: torch.from_numpy(source[None, rows]) for name, source in mailbox.obs.items()}
+        return obs, torch.from_numpy(np.stack([rows, t, slots, first]))
+
+    def store_obs(self, obs, places):
+        """What `store` returns: the observations to their times and slots. Returns both, on the device."""
+        places = places.to(self.device, non_blocking=True)
+        obs = {name: part.to(self.device, non_blocking=True) for name, part in obs.items()}
+        _, t, slots, _ = places
+        for name, field in self.rollouts.obs.items():
+            if field.is_cpu:  # PyTorch's own indexing takes ten times as long there
+                field.numpy()[t.numpy(), slots.numpy()] = obs[name].numpy()
+            else:
+                field[t, slots] = obs[name]
+        return obs, places
+
+    def act(self, groups: list[int]):
+        """Stores the rows of the groups, and chooses their next actions."""
+        obs, places = self.store(groups)
+        rows, t, slots, _ = places.numpy()
         with self.lock:
-            state = self.state[d_rows].nan_to_num_()  # not finite if its network failed, see `iterate_all`
-            logits, values, self.state[d_rows] = self.agent(obs, first, state)
-            choices = distributions(logits[0], self.agent.heads)
-            actions = draw(choices)
+            actions = self.choose(obs, places)
             self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
-            rollouts.versions[t, slots] = self.version
-        rollouts.actions[d_t, d_slots] = actions
-        rollouts.logprobs[d_t, d_slots] = log_prob(choices, actions)
-        rollouts.values[d_t, d_slots] = values[0]
+            self.rollouts.versions[t, slots] = self.version
         ended = rows[self.mailbox.episode[rows].any(axis=1)]
         self.episodes.extend(self.mailbox.episode[ended].tolist())
+
+    def choose(self, obs, places):
+        """What the device does in `act`, with what `store` returns. Returns actions [N, heads]."""
+        rollouts = self.rollouts
+        obs, (rows, t, slots, first) = self.store_obs(obs, places)
+        state = self.state[rows].nan_to_num_()  # not finite if its network failed, see `iterate_all`
+        logits, values, self.state[rows] = self.agent(obs, first.bool()[None], state)
+        choices = distributions(logits[0], self.agent.heads)
+        actions = draw(choices)
+        rollouts.actions[t, slots] = actions
+        rollouts.logprobs[t, slots] = log_prob(choices, actions)
+        rollouts.values[t, slots] = values[0]
+        return actions
 
 
 class Inference:
@@ -1519,7 +1604,6 @@ class Inference:
             with torch.inference_mode(), contextlib.ExitStack() as stack:
                 for device in {policy.device for policy in self.policies}:
                     stack.enter_context(own_stream(device, priority=-1))
-                    stack.callback(wait_for, device)  # before the memory that it uses is let go of
                 while not self.learner_end.closed:
                     self.serve()
                     waiting_for = "blocks" if self.requests else "requests"
@@ -1529,7 +1613,6 @@ class Inference:
                     for key, _ in events:
                         self.receive(key.fileobj)
                     self.notice_silence()
-                wait_for(self.device)  # before the memory that it uses is let go of
         except BaseException as error:
             self.end_with(error)
 
@@ -1594,7 +1677,7 @@ class Inference:
         complete = [group for group in self.requests if self.t[group] == self.args.rollout]
         if complete:  # their rows are stored twice: here as obs[T] of the old block, below as obs[0] of the new one
             for policy in self.policies:
-                policy.store(complete)
+                policy.store_obs(*policy.store(complete))
                 wait_for(policy.device)  # its learner, whose stream is another, finds these blocks written
             for group in complete:
                 self.full.put(self.filling.pop(group))  # FILLING -> FULL
@@ -1689,21 +1772,28 @@ class Learner:
 
         return SimpleNamespace(**of_each(take, vars(self.policy.rollouts)))
 
+    def differentiate(self, batch: dict):
+        """What the device does in `update` before the optimiser's step: `appo_loss`, and its gradients, clipped.
+        Returns the metrics, and the loss and the gradients' norm in one tensor."""
+        loss, metrics = appo_loss(self.args, self.agent, SimpleNamespace(**batch))
+        self.optimizer.zero_grad(set_to_none=not self.args.cuda_graphs)  # what is recorded adds to them where they are
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        return metrics | {"losses/grad_norm": grad_norm}, torch.stack([loss.detach(), grad_norm])
+
     def update(self, batch: SimpleNamespace, last_epoch: bool):
         """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
         batch.lags = self.version - batch.versions
         for field in (batch.logprobs, batch.values):  # unused; not finite if a network failed
             field.masked_fill_(batch.lags >= self.args.max_policy_lag, 0.0)
-        batch.rnn_state.nan_to_num_()  # as in `Policy.act`
-        loss, metrics = appo_loss(self.args, self.agent, batch)
-        self.optimizer.zero_grad()
-        loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
+        batch.rnn_state.nan_to_num_()  # as in `Policy.choose`
+        metrics, checked = self.differentiate(vars(batch))
+        loss, grad_norm = checked.tolist()
         # This check waits for the device: so nothing broken is published or saved, and inference does not wait at the
         # lock for a backward pass.
-        if not torch.isfinite(loss + grad_norm):
+        if not np.isfinite(loss + grad_norm):
             raise FloatingPointError(
-                f"the loss ({loss.item()}) or its gradient is not finite: check observations and rewards, "
+                f"the loss ({loss}) or its gradient is not finite: check observations and rewards, "
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.policy.version > 0  # the first batch only initialises the inputs' statistics
@@ -1715,7 +1805,7 @@ class Learner:
         if begun and grad_norm:  # it is 0 where no sample could be used
             self.optimizer.step()
         self.policy.publish(self.policy.version + 1)
-        return metrics | {"losses/grad_norm": grad_norm}
+        return metrics
 
     def become(self, donor: "Learner"):
         """Goes on with another policy's weights. The version grows by `max_policy_lag`, so what was sampled before is
@@ -1751,6 +1841,10 @@ class Population:
             setattr(learner.args, name, genes[name])
         shaping = [genes[name] for name in shaping_of(self.args)]
         learner.policy.mailbox.shaping[:] = shaping  # its agents read it when an episode begins
+        if self.args.cuda_graphs:
+            learner.agent.recorded = True
+            vars(learner).pop("differentiate", None)  # what was recorded has the numbers before
+            learner.differentiate = recorded(learner.differentiate, learner.device)
 
     def mutated(self, genes: dict[str, float]) -> dict[str, float]:
         """Sample Factory's mutation: with probability `pbt_mutation_rate` a number is multiplied or divided by a random
@@ -2226,14 +2320,18 @@ def train(args: Args, folder: Path) -> int:
     games = f"{workers}, {args.num_envs_per_worker} games each, {args.seats} agents a game"
     log(folder, f"{args.env_id}: {args.num_policies} policies, {games}\n{place}")
     for learner in learners:
-        wait_for(learner.device)  # the above ran in the default stream, in which the learners stay
+        wait_for(learner.device)  # the above ran in the default stream; the learners have their own
     (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=args.typed), indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
     reporter = Reporter(population, inference, folder)
     code = 0
     deadline = np.inf
-    threads = {learner.device: concurrent.futures.ThreadPoolExecutor(1) for learner in learners}
+    threads = {}
+    for device in {learner.device for learner in learners}:
+        threads[device] = concurrent.futures.ThreadPoolExecutor(
+            1, initializer=contextlib.ExitStack().enter_context, initargs=(own_stream(device),)
+        )
     with running(inference, folder):
         saved_at = time.monotonic()
         try:

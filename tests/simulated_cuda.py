@@ -9,6 +9,10 @@ from the host, whose memory is not pinned, has its data when the call returns, a
 not wait. What a thread knows passes through queues, locks and pipes, and with the start and end of threads. Mixed devices and NumPy views of device
 memory raise, as with CUDA.
 
+Graphs: see `Graph`. What CUDA does not record raises in the thread that records: to wait, to copy from or to the host, shapes that depend on values,
+another stream. It is reported where another thread meanwhile draws random numbers or plays a graph (until PyTorch 2.11 both failed), and where it may not
+wait, since the mode is "global".
+
 Not simulated: real kernels and their rounding, CUDA's random numbers (they are the CPU's), cuDNN's packed weights, time. `inference_mode` is
 `no_grad` here, under which a dispatch mode sees what composite operators are made of. What the host does with its own memory is not seen, except for
 what `give_away` and `take_back` declare.
@@ -22,7 +26,9 @@ import multiprocessing.connection
 import os
 import queue
 import threading
+import time
 import traceback
+import weakref
 from collections import Counter, deque
 from types import SimpleNamespace
 
@@ -76,6 +82,7 @@ class Stream:
             return Clock(self.clock)
 
     def wait_event(self, event: Clock) -> None:
+        never_recorded("a wait for another stream")
         with LOCK:
             self.clock.learn(event)
 
@@ -87,13 +94,20 @@ class Here(threading.local):
 
     def __init__(self):
         self.stream, self.clock, self.phase = self.default, Clock(), ""
+        self.graph = None  # that records
 
 
 here = Here()
 
 
-def host_waits() -> None:
-    here.clock.learn(here.stream.clock)
+def never_recorded(what: str) -> None:
+    if here.graph:
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+
+
+def host_waits_for(clock: Clock) -> None:
+    never_recorded("the host waits")
+    here.clock.learn(clock)
     counts[here.phase, "synchronisations"] += 1
 
 
@@ -103,18 +117,21 @@ class Event:
 
     def synchronize(self) -> None:
         with LOCK:
-            here.clock.learn(self.clock)
-            counts[here.phase, "synchronisations"] += 1
+            host_waits_for(self.clock)
 
 
 def synchronize(device=None) -> None:
     with LOCK:
+        if Graph.recording:  # whichever thread records
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing: the host waits for the device")
         for stream in Stream.all:
             here.clock.learn(stream.clock)
 
 
 @contextlib.contextmanager
 def use_stream(stream: Stream):
+    if stream is not here.stream:
+        never_recorded("another stream")
     before, here.stream = here.stream, stream
     try:
         yield
@@ -300,13 +317,21 @@ def dispatch(_, func, types, args=(), kwargs=None):
     to_host = copies and (device or args[0].device).type == "cpu"
     masks = name == "index" and any(i.dtype == torch.bool for i in args[1] if i is not None)
     waits = masks or name in ("_local_scalar_dense", "equal", "nonzero", "masked_select")  # the host needs the result
+    if to_host or waits or copies and others:
+        never_recorded(name)
     with LOCK:
-        out = func(*mapped(to_raw, args), **mapped(to_raw, kwargs))
-        result = book(name, None if to_host else out, inputs, written_tensors(func, args, kwargs), args, to_host or waits)
+        written = written_tensors(func, args, kwargs)
+        if here.graph:
+            here.graph.keep(written)
+        elif Graph.recording and torch.Tag.nondeterministic_seeded in func.tags:
+            report("graph", f"{name} draws random numbers while another thread records")
+        again = functools.partial(func, *mapped(to_raw, args), **mapped(to_raw, kwargs))
+        out = again()
+        result = book(name, None if to_host else out, inputs, written, args, to_host or waits, again)
         if to_host or copies and others:
             crossed(None if to_host else others[0], kwargs.get("non_blocking") or args[2:] == (True,))
         elif waits:
-            host_waits()
+            host_waits_for(here.stream.clock)
     return out if to_host else result
 
 
@@ -342,6 +367,8 @@ class CudaTensor(torch.Tensor):
 
 
 def to_raw(x):
+    if here.graph and isinstance(x, torch.Tensor) and not isinstance(x, CudaTensor):
+        return x.clone()  # a number of the host's is recorded as it is now
     return x.raw if isinstance(x, CudaTensor) else torch.device("cpu") if isinstance(x, torch.device) else x
 
 
@@ -355,44 +382,59 @@ def written_arguments(func) -> list[tuple[int, str]]:
     return [(i, x.name) for i, x in enumerate(func._schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
 
 
-def book(name: str, out, inputs: list[CudaTensor], written: list[CudaTensor], args: tuple = (), always: bool = False):
-    """Books an operation as a kernel, unless all that it does is to make views or room. Returns its raw results as tensors of the device."""
+def book(name: str, out, inputs: list[CudaTensor], written: list[CudaTensor], args: tuple = (), always: bool = False, again=None):
+    """Books an operation as a kernel, or as a part of a recording, unless all that it does is to make views or room. Returns its raw results as tensors
+    of the device. `again` does it once more."""
     same = {id(x.raw): x for x in inputs}
     blocks = {x.raw.untyped_storage()._cdata: x.block for x in inputs}
-    fresh = []
+    made, fresh = {}, []
 
     def wrap(x):
         if not isinstance(x, torch.Tensor) or id(x) in same:
             return same.get(id(x), x)
         storage = x.untyped_storage()._cdata
         if storage not in blocks:
-            blocks[storage] = Block()
+            blocks[storage] = made[storage] = Block()
+            if here.graph:
+                here.graph.own[made[storage]] = x
             if x.numel() and "empty" not in name:
                 fresh.append(blocks[storage])
         return CudaTensor(x, blocks[storage])
 
-    out = mapped(wrap, out)
-    if written or fresh or always:
-        kernel = here.stream.launch()
-        writes = {(x.block, part) for x in written for part in parts(x, name, args)}
-        reads = {(x.block, part) for x in inputs for part in parts(x, name, args)} - writes
-        for uses, write in ((reads, False), (writes, True)):
-            for block, part in uses:
-                block.use(kernel, name, write, part)
-        for block in fresh:
-            block.use(kernel, name, True, 0)
+    raws, out = leaves(out), mapped(wrap, out)
+    if not (written or fresh or always):
+        return out
+    if here.graph:
+        news = [isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in made for x in raws]
+        here.graph.note(name, inputs, written, args, fresh, again, [x if new else None for x, new in zip(raws, news)])
+        return out
+    kernel = here.stream.launch()
+    if name == "_foreach_copy_" and any(len({x.dtype for x in list_}) > 1 for list_ in args[:2]):  # CUDA has one kernel only where each list has one type
+        counts[here.phase, "launches"] += len(written) - 1
+    use(kernel, name, inputs, written, args, fresh)
     return out
 
 
+def use(kernel: tuple, name: str, inputs: list, written: list, args: tuple, fresh: list) -> None:
+    writes = {(x.block, part) for x in written for part in parts(x, name, args)}
+    reads = {(x.block, part) for x in inputs for part in parts(x, name, args)} - writes
+    for uses, write in ((reads, False), (writes, True)):
+        for block, part in uses:
+            block.use(kernel, name, write, part)
+    for block in fresh:
+        block.use(kernel, name, True, 0)
+
+
 def parts(x: CudaTensor, name: str, args: tuple):
-    """The parts of its block that an operation uses: where there are several, the slots, which are its last index, or those of a view."""
+    """The parts of its block that an operation uses: where there are several, the slots, where its last index points to, or those of a view."""
     slots = len(x.block.wrote)
     if slots == 1:
         return [0]
-    if name in ("index", "index_put_", "index_select") and args[0] is x:
-        return set((args[2] if name == "index_select" else args[1][-1]).raw.tolist())
     row, column = x.block.strides
     first = x.raw.storage_offset()
+    if name in ("index", "index_put_", "index_select") and args[0] is x:
+        axis, index = args[1:3] if name == "index_select" else (len(args[1]) - 1, args[1][-1])
+        return {(first + i * x.raw.stride(axis)) % row // column for i in index.raw.tolist()}
     last = first + sum((n - 1) * stride for n, stride in zip(x.raw.shape, x.raw.stride()))
     return range(first % row // column, last % row // column + 1) if first // row == last // row else range(slots)
 
@@ -402,7 +444,7 @@ def crossed(source: torch.Tensor | None, non_blocking: bool) -> None:
     if source is not None and overlap(given_away, span(source)):
         report("mailbox", "memory is read that belongs to another process")
     if not non_blocking:
-        host_waits()
+        host_waits_for(here.stream.clock)
     elif source is None:
         report("unfinished", "a copy to the host that nobody waits for")
     else:  # CUDA takes the data at once, into a buffer of its own; it may wait for room there
@@ -414,21 +456,29 @@ class Rnn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rnn, *inputs):
-        needed = ctx.needs_input_grad[1:]
-        ctx.raws = [x.raw.detach().requires_grad_(y) for x, y in zip(inputs, needed)]
-        with torch.set_grad_enabled(any(needed)):
-            ctx.outs = rnn(*ctx.raws)
+        needed, raws = ctx.needs_input_grad[1:], [x.raw for x in inputs]
+        ctx.done = done = SimpleNamespace()
+
+        def again():
+            done.raws = [x.detach().requires_grad_(y) for x, y in zip(raws, needed)]
+            with torch.set_grad_enabled(any(needed)):
+                done.outs = rnn(*done.raws)
+            return tuple(x.detach() for x in done.outs)
+
         ctx.save_for_backward(*inputs)
         with LOCK:
-            return book("rnn", tuple(x.detach() for x in ctx.outs), inputs, [])
+            return book("rnn", again(), inputs, [], again=again)
 
     @staticmethod
     def backward(ctx, *grads):
-        wanted = [x for x in ctx.raws if x.requires_grad]
-        raws = iter(torch.autograd.grad(ctx.outs, wanted, [x.raw for x in grads]))
-        raws = tuple(next(raws) if x.requires_grad else None for x in ctx.raws)
+        done, given = ctx.done, [x.raw for x in grads]
+
+        def again():
+            raws = iter(torch.autograd.grad(done.outs, [x for x in done.raws if x.requires_grad], given))
+            return tuple(next(raws) if x.requires_grad else None for x in done.raws)
+
         with LOCK:
-            return None, *book("rnn_backward", raws, [*ctx.saved_tensors, *grads], [])
+            return None, *book("rnn_backward", again(), [*ctx.saved_tensors, *grads], [], again=again)
 
 
 def on_device(rnn, states: int):
@@ -457,6 +507,100 @@ def cell_on_device(cell):
     return call
 
 
+# --- graphs
+
+
+class Noted:
+    """A tensor as a recording knows it: it does not keep its memory from being let go of."""
+
+    def __init__(self, x: CudaTensor):
+        self.raw, self.of = x.raw, weakref.ref(x.block)
+
+    @property
+    def block(self) -> Block:
+        block = self.of()
+        if block is None:
+            report("freed", "a graph uses memory that was let go of")
+        return block or Block()
+
+
+def spoil(raw: torch.Tensor) -> None:
+    raw.fill_(torch.nan if raw.is_floating_point() else 1 if raw.dtype == torch.bool else torch.iinfo(raw.dtype).max)
+
+
+class Graph:
+    """What a thread asks of the device while it records has no effect: memory that was there before is put back, what was made meanwhile has no values
+    yet. Played, it is one kernel of the current stream, which does all this again, in the same memory. Random numbers are drawn anew, but numbers of the
+    host's are as they were. A graph keeps the memory that was made while it recorded, and no other. When it plays, what other graphs of its pool have made
+    is lost. (CUDA's allocator would let some of it be.)"""
+
+    recording = None  # the one that some thread records
+
+    def __init__(self):
+        self.notes, self.own, self.before, self.pool = [], {}, {}, set()
+
+    def keep(self, written: list[CudaTensor]) -> None:
+        """Before an operation is recorded."""
+        for x in written:
+            storage = x.raw.untyped_storage()
+            if x.block not in self.own and storage._cdata not in self.before:
+                self.before[storage._cdata] = storage, storage.clone()
+
+    def note(self, name: str, inputs: list, written: list, args: tuple, fresh: list, again, outs: list) -> None:
+        known = {}
+
+        def noted(x):
+            return known.setdefault(id(x), Noted(x)) if isinstance(x, CudaTensor) else x
+
+        self.notes.append((name, mapped(noted, inputs), mapped(noted, written), mapped(noted, args), fresh, again, outs))
+
+    def replay(self) -> None:
+        never_recorded("a graph plays")
+        with LOCK, torch.no_grad():
+            if Graph.recording:
+                report("graph", "a graph plays while another thread records")
+            kernel = here.stream.launch()
+            for block, raw in [memory for graph in self.pool if graph is not self for memory in graph.own.items()]:
+                block.use(kernel, "a graph of the same pool", True, 0)
+                spoil(raw)
+            for name, inputs, written, args, fresh, again, outs in self.notes:
+                use(kernel, name, inputs, written, args, fresh)
+                for out, now in zip(outs, leaves(again())):
+                    if out is not None:
+                        out.copy_(now)
+
+
+class Recording:
+    """torch.cuda.graph"""
+
+    def __init__(self, graph: Graph, pool=None, stream=None, capture_error_mode: str = "global"):
+        self.graph, self.pool, self.stream = graph, set() if pool is None else pool, stream
+        if capture_error_mode == "global" and threading.active_count() > 1:
+            report("graph", "other threads can neither wait nor make room while this one records")
+
+    def __enter__(self):
+        synchronize()
+        with LOCK:
+            if self.stream in (None, Here.default):
+                raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+            self.stream_before, here.stream = here.stream, self.stream
+            here.graph = Graph.recording = self.graph
+            self.random = torch.get_rng_state()
+        time.sleep(0.03)  # so that other threads do something meanwhile
+
+    def __exit__(self, *_):
+        with LOCK:
+            here.stream, here.graph, Graph.recording = self.stream_before, None, None
+            torch.set_rng_state(self.random)
+            for storage, content in self.graph.before.values():
+                storage.copy_(content)
+            for raw in self.graph.own.values():
+                spoil(raw)
+            self.graph.before = {}
+            self.graph.pool = self.pool
+            self.pool.add(self.graph)
+
+
 # --- patches
 
 torch.inference_mode = torch.no_grad
@@ -465,6 +609,8 @@ torch.cuda.set_device = lambda number: None
 torch.cuda.is_bf16_supported, torch.backends.cudnn.enabled = lambda **_: True, False
 torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream = Event, Stream, use_stream, lambda device=None: here.stream
 torch.cuda.synchronize = synchronize
+torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.graph_pool_handle = Graph, Recording, weakref.WeakSet
+torch.cuda.is_current_stream_capturing = lambda: here.graph is not None
 torch._VF.gru, torch._VF.lstm = on_device(torch._VF.gru, 1), on_device(torch._VF.lstm, 2)
 torch._VF.gru_cell = cell_on_device(torch._VF.gru_cell)
 torch.utils._foreach_utils._foreach_supported_types.append(CudaTensor)  # as CUDA's own: one kernel for many parameters

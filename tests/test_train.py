@@ -132,7 +132,8 @@ def test_every_published_policy_has_a_version_of_its_own(appo, train, iterations
     published, publish = [], appo.Inference.publish
 
     def spy(self, version):
-        published.append((version, [tensor.clone() for tensor in self.learned], self.learned[0].clone()))
+        weights = [tensor.clone() for _, learned in self.copies.values() for tensor in learned]
+        published.append((version, weights, weights[0]))
         publish(self, version)
 
     monkeypatch.setattr(appo.Inference, "publish", spy)
