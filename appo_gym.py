@@ -992,9 +992,9 @@ class Learner:
         self.agent = inference.agent
         self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        self.global_step = 0  # valid transitions learned from
         if args.cuda_graphs:
             self.differentiate = recorded(self.differentiate, self.device)
+        self.global_step = 0  # valid transitions learned from
 
     def collect(self) -> list[slice]:
         """Waits for the blocks of an iteration: FULL -> LEARNING. Raises what ends the run: an error of the inference
