@@ -135,7 +135,7 @@ class Args:
     its name; for `module:name` the module, which registers it, is imported first"""
     seed: int = 1  # of the network, of the action sampling and of the environments
     total_timesteps: int = 3_000_000  # stop after this many steps
-    device: str | None = None  # cpu, cuda, or cuda:1 (the second GPU). Default: cuda where there is a GPU
+    device: str = "cpu"  # cpu, cuda, or cuda:1 (the second GPU): a GPU pays for wide networks, not for two small layers
     cuda_graphs: bool = False
     """with CUDA: what chooses actions, and what computes gradients, is recorded for each size of a batch: then each is
     one launch"""
@@ -173,8 +173,6 @@ class Args:
 
     def __post_init__(self):
         self.typed = asdict(self)  # for cfg.json: each machine fills in the rest for itself
-        if self.device is None:
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.cuda_graphs &= self.device.startswith("cuda")
         if self.num_workers is None:
             most = num_cores() * (1 if self.device == "cpu" else 2)

@@ -9,10 +9,12 @@ Where nothing can be installed from the network, a folder of wheels of what Pyth
 
 In this order, until the time is up; what is left then is named:
 
-* `benchmark` (ViZDoom) and Breakout with two splits, beside the dummy sampler on the same cores: frames/s and the share of the ceiling;
+* of Doom, CartPole, HalfCheetah and Breakout: one batch of inference and one iteration of the learner under PyTorch's profiler, with and
+  without CUDA graphs: launches, copies, waits, time of the GPU, and how far their results are from each other;
+* `benchmark` (ViZDoom) and Breakout with two splits, CartPole and HalfCheetah as they come, each with and without graphs; beside the
+  first two the dummy sampler on the same cores: frames/s and the share of the ceiling;
 * two policies, DeepMind Lab (with the engine where Python finds it, else with the tests' stand-in, whose speed says nothing) and elite
   replay;
-* one batch of inference and one iteration of the learner under PyTorch's profiler: launches, copies, waits, time of the GPU;
 * float32 instead of bfloat16, and one split instead of two.
 
 A training's figures are taken between its third and its last report, from some 15 s after the start of training on. "Steps games" is
@@ -27,6 +29,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import re
 import signal
 import statistics
@@ -48,7 +51,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 import parts  # noqa: E402
 from collect import machine_and_engines, used_args  # noqa: E402
 
-ENV_IDS = dict(doom="benchmark", atari="Breakout-v5", atari_replay="Breakout-v5", pbt_doom="benchmark",
+ENV_IDS = dict(gym="CartPole-v1", mujoco="HalfCheetah-v5", doom="benchmark", atari="Breakout-v5", atari_replay="Breakout-v5", pbt_doom="benchmark",
                dmlab="rooms_collect_good_objects_train")  # fmt: skip
 LAB = importlib.util.find_spec("deepmind_lab") is not None
 
@@ -59,12 +62,19 @@ class Options:
     device: Literal["cuda", "cpu"] = "cuda"
     num_workers: int | None = None  # of each run. Default: the cores that this process may use
     num_envs_per_worker: int = 32  # of each run on Doom and Atari
-    seconds: float = 26.0  # of training in each run; it reports every five
+    seconds: float = 21.0  # of training in each run; it reports every five
     minutes: float = 9.0  # until the end of all
-    profile: Literal["doom", "atari"] | None = None  # only profile this one, and print the result
+    profile: Literal["gym", "mujoco", "doom", "atari"] | None = None  # only profile this one, and print the result
 
 
-def run(options: Options, limit: float, *command) -> str:
+def sizes(options: Options, family: str) -> dict:
+    """Flags: how many actors and environments. Those that step trivial environments have their own defaults."""
+    if family in ("gym", "mujoco"):
+        return {}
+    return dict(num_workers=options.num_workers, num_envs_per_worker=options.num_envs_per_worker)
+
+
+def run(options: Options, limit: float, *command, interrupt_after: float | None = None) -> str:
     """What the command prints. Raises RuntimeError, or subprocess.TimeoutExpired; then nothing that it has started lives on."""
     environment = dict(os.environ)
     if not LAB:
@@ -74,7 +84,11 @@ def run(options: Options, limit: float, *command) -> str:
         begin = log.tell()
         process = subprocess.Popen([sys.executable, *map(str, command)], stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
-            code = process.wait(limit)
+            if interrupt_after:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(interrupt_after)
+                process.send_signal(signal.SIGINT)
+            code = process.wait(limit) % 130
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -107,11 +121,15 @@ def train(options: Options, limit: float, family: str, **flags) -> dict:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with tempfile.TemporaryDirectory() as place:
-        flags = dict(env_id=ENV_IDS[family], num_workers=options.num_workers, num_envs_per_worker=options.num_envs_per_worker,
-                     device=options.device, train_for_seconds=options.seconds, total_timesteps=10**9, train_dir=place,
-                     experiment="run") | flags  # fmt: skip
+        flags = dict(env_id=ENV_IDS[family], device=options.device, total_timesteps=10**9, train_dir=place, experiment="run",
+                     **sizes(options, family)) | flags  # fmt: skip
+        graphs = ["--cuda-graphs"] * flags.pop("graphs", False)
+        interrupt_after = options.seconds + 10  # its start included
+        if family not in ("gym", "mujoco"):
+            flags, interrupt_after = dict(train_for_seconds=options.seconds) | flags, None
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         with gpu_use() as samples:
-            run(options, limit, ROOT / f"appo_{family}.py", *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items()))
+            run(options, limit, ROOT / f"appo_{family}.py", *words, *graphs, interrupt_after=interrupt_after)
         folder, found, sps = Path(place) / "run", {}, 0.0
         for policy in sorted(folder.glob("policy_*")) or [folder]:  # rates of a population are added up, the rest is the last policy's
             events = EventAccumulator(str(policy)).Reload()
@@ -126,12 +144,13 @@ def train(options: Options, limit: float, family: str, **flags) -> dict:
         used = used_args(folder)
     if not all(math.isfinite(value) for value in found.values()):
         raise ValueError(f"not finite: {found}")
-    result = dict(frames_per_second=round(used["frameskip"] * sps), lag=round(found["lag/mean"], 2),
+    result = dict(frames_per_second=round(used.get("frameskip", 1) * sps), lag=round(found["lag/mean"], 2),
                   learner_learns=round(1 - found["stats/learner_wait"], 3),
                   inference_waits_for_games=round(found["stats/inference_idle"], 3),
                   inference_waits_for_slots=round(found["stats/inference_blocked"], 3),
                   rows_in_an_inference_batch=round(found["stats/inference_batch"], 1))  # fmt: skip
-    result |= {key: used[key] for key in ("worker_num_splits", "batch_size", "num_envs_per_worker", "precision")}
+    result |= {key: used.get(key) for key in ("worker_num_splits", "batch_size", "num_envs_per_worker")}
+    result["precision"] = used.get("precision", "float32")
     if window := [sample[1:] for sample in samples if begin <= sample[0] <= end]:
         busy, used = np.mean(window, axis=0)
         result |= dict(gpu_busy=round(busy, 2), gpu_memory_gib=round(used / 1024, 1))
@@ -153,27 +172,49 @@ def profiled(options: Options, limit: float, family: str) -> dict:
 
 def profile(options: Options, family: str) -> dict:
     """One batch of inference with the rows of one split of all workers, and one iteration of the learner, over random numbers: what the
-    host asks of the GPU for them, and how long both take. Everything else stands still meanwhile."""
+    host asks of the GPU for them, and how long both take. Everything else stands still meanwhile. With graphs and without, after three of
+    each with the same numbers: by how much values, and metrics of the learner, differ at most, as a share of their size."""
     appo = importlib.import_module(f"appo_{family}")
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     device = torch.device(options.device)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device.index or 0)
-    learner = parts.build(appo, ENV_IDS[family], options.device, num_workers=options.num_workers,
-                          num_envs_per_worker=options.num_envs_per_worker)  # fmt: skip
-    args, inference, first = learner.args, learner.inference, learner.inference.rollouts.first
-    first[:] = np.random.random(first.shape) < 1 / 300  # where episodes begin a recurrent core is called anew
-    groups = list(range(0, args.num_workers * args.worker_num_splits, args.worker_num_splits))
-    act, (samples, learn) = parts.acting(inference, groups), parts.iteration(appo, learner)
+
+    def built(graphs: bool) -> tuple:
+        learner = parts.build(appo, ENV_IDS[family], options.device, cuda_graphs=graphs, **sizes(options, family))
+        args, inference, first = learner.args, learner.inference, learner.inference.rollouts.first
+        first[:] = np.random.default_rng(0).random(first.shape) < 1 / 300  # where episodes begin a recurrent core is called anew
+        splits = getattr(args, "worker_num_splits", 1)
+        groups = list(range(0, args.num_workers * splits, splits))
+        return learner, groups, parts.acting(inference, groups), *parts.iteration(appo, learner)
+
+    def results(learner, act, learn) -> list:
+        """Of one call of each."""
+        random.seed(0)
+        torch.manual_seed(0)
+        metrics, iterate = {}, learner.iterate
+        learner.iterate = lambda blocks: metrics.update(iterate(blocks))
+        with streams[0]:
+            act()
+        synchronize()
+        with streams[1]:
+            learn()
+        synchronize()
+        learner.iterate = iterate
+        return [learner.inference.rollouts.values[1].cpu().numpy(), np.array([metrics[name] for name in sorted(metrics) if "loss" in name])]
+
+    def synchronize() -> None:
+        if cuda:
+            torch.cuda.synchronize()
 
     def measure(function) -> dict:
         times = []
         for i in range(15):
             start = time.perf_counter()
             function()
-            if cuda:
-                torch.cuda.synchronize()
+            synchronize()
             times.append(1000 * (time.perf_counter() - start))
         activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
         with torch.profiler.profile(activities=activities) as prof:
@@ -191,13 +232,18 @@ def profile(options: Options, family: str) -> dict:
                     waits=calls(r"cu(da)?(Stream|Event)Synchronize"), operators=calls(r"aten::.*"))  # fmt: skip
 
     streams = [appo.own_stream(device, -1), appo.own_stream(device)]
-    if cuda:
-        torch.cuda.synchronize()
-    result = dict(precision=args.precision)
-    for key, function, stream in zip(("inference", "learner"), (act, learn), streams):
-        with stream:
-            result[key] = measure(function)
-    result["inference"]["samples"], result["learner"]["samples"] = len(groups) * parts.rows_of_group(inference), samples
+    synchronize()
+    result, found = dict(precision=getattr(appo.Args(device=options.device), "precision", "float32")), []
+    for graphs in (False, True):
+        learner, groups, act, samples, learn = built(graphs)
+        synchronize()
+        found.append([results(learner, act, learn) for _ in range(3)])
+        rows = len(groups) * parts.rows_of_group(learner.inference)
+        for key, function, count, stream in (("inference", act, rows, streams[0]), ("learner", learn, samples, streams[1])):
+            with stream:
+                result[key + ", graphs" * graphs] = measure(function) | dict(samples=count)
+    for i, name in enumerate(("values", "metrics")):
+        result[f"{name} differ by"] = max(float(np.abs(x[i] - y[i]).max() / np.abs(x[i]).max()) for x, y in zip(*found))
     return result
 
 
@@ -207,7 +253,7 @@ def table(results: dict) -> str:
     for name, r in results.items():
         if "lag" in r:
             waits = f"{r['inference_waits_for_games']:.0%}, {r['inference_waits_for_slots']:.0%}"
-            top = results.get(f"ceiling {name.split()[0]}", {}).get("frames_per_second")
+            top = results.get(f"ceiling {re.split('[ ,]', name)[0]}", {}).get("frames_per_second")
             share = f"{r['frames_per_second'] / top:.0%}" if top else ""
             gpu = f"{r['gpu_busy']:.0%} | {r['gpu_memory_gib']} GiB" if "gpu_busy" in r else "|"
             lines.append(f"| {name} ({r['precision']}, batch {r['batch_size']:,}) | {r['frames_per_second']:,} | {share} | {r['lag']} | "
@@ -217,8 +263,11 @@ def table(results: dict) -> str:
     columns = ("samples", "milliseconds", "gpu_milliseconds", "launches", "copies_and_fills", "waits", "operators")
     lines += ["", "| profiled | samples | ms | ms of the GPU | launches | copies and fills | waits | operators |", "|---" * 8 + "|"]
     for name, r in results.items():
-        for part in ("inference", "learner") if "inference" in r else ():
+        for part in [part for part in r if "milliseconds" in (r[part] if isinstance(r[part], dict) else ())]:
             lines.append(f"| {name.split()[1]}, {part} | {' | '.join(f'{r[part][key]:,}' for key in columns)} |")
+    for name, r in results.items():
+        if "values differ by" in r:
+            lines += ["", f"{name.split()[1]}: graphs change values by {r['values differ by']:.1e}, metrics by {r['metrics differ by']:.1e}."]
     failed = [f"* {name}: {r['failed']}" for name, r in results.items() if "failed" in r]
     return "\n".join([*lines, *(["", "Failed, or left out:", "", *failed] if failed else [])]) + "\n"
 
@@ -238,10 +287,13 @@ def main() -> int:
     machine = machine_and_engines() | about  # which takes half a GiB of the GPU's memory for itself
     two, one, float32 = dict(worker_num_splits=2), dict(worker_num_splits=1), dict(worker_num_splits=2, precision="float32")
     lab = "dmlab" if LAB else "dmlab (stand-in engine)"
+    graphs = dict(graphs=True)
     plan = {
-        "doom": (train, "doom", two), "ceiling doom": (ceiling, "doom", {}),
-        "atari": (train, "atari", two), "ceiling atari": (ceiling, "atari", {}),
-        "profile doom": (profiled, "doom", {}), "profile atari": (profiled, "atari", {}),
+        **{f"profile {family}": (profiled, family, {}) for family in ("doom", "gym", "mujoco", "atari")},
+        "doom": (train, "doom", two), "doom, graphs": (train, "doom", two | graphs), "ceiling doom": (ceiling, "doom", {}),
+        "gym": (train, "gym", {}), "gym, graphs": (train, "gym", graphs),
+        "atari": (train, "atari", two), "atari, graphs": (train, "atari", two | graphs), "ceiling atari": (ceiling, "atari", {}),
+        "mujoco": (train, "mujoco", {}), "mujoco, graphs": (train, "mujoco", graphs),
         "pbt_doom, two policies": (train, "pbt_doom", two | dict(num_policies=2, num_envs_per_worker=8)),
         lab: (train, "dmlab", dict(num_envs_per_worker=4)),
         "atari_replay, elite": (train, "atari_replay", two | dict(replay="elite")),
