@@ -24,7 +24,7 @@ A deliberate edit of appo_atari.py. What differs:
 - of replayed samples `appo_loss` has another policy gradient, advantages around a mean of their own, no clip of the
   value, no least ratio and no limit of age, and it holds the policy near the one that acted, whose logits are stored;
 - the inputs' statistics count replayed rollouts again, and the metrics of ratios are of fresh samples alone;
-- `Agent.hidden` stands apart, since states are compared by it.
+- `Agent.hidden` stands apart, since states are compared by it; with --cuda-graphs that is not recorded.
 
 An iteration takes fewer blocks, though at least one. Until a fifth of `replay_rollouts` is there, after a resume, too,
 it has fresh samples alone.
@@ -930,7 +930,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, int | float)]
-        self.noted.append((operation, numbers))
+        self.noted.append(f"{operation} {numbers}")
         return operation(*args, **(kwargs or {}))
 
 

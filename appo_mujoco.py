@@ -47,7 +47,7 @@ A deliberate edit of appo_gym.py. What differs:
 Where to edit: the environment and a wrapper in `make_envs` (one more part of an observation needs no other edit), a
 metric in `OWN_SUMS`, the network in `Agent`, a loss and what it needs in `appo_loss`; a reward of your own in
 `Learner.update`, before the loss (`batch` is a copy); another optimiser or a second network in `Learner`, and then in
-`save_checkpoint` and `load_checkpoint`.
+`save_checkpoint` and `load_checkpoint`. With --cuda-graphs the network and the loss keep to what `recorded` asks.
 
 Words: a *worker* is one actor process with its environments. A *row* is one environment's endless stream of experience;
 a worker's rows ask for actions together. A *slot* is room for one rollout (T steps of one row), a *block* is the slots
@@ -801,7 +801,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, int | float)]
-        self.noted.append((operation, numbers))
+        self.noted.append(f"{operation} {numbers}")
         return operation(*args, **(kwargs or {}))
 
 

@@ -1417,7 +1417,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, int | float)]
-        self.noted.append((operation, numbers))
+        self.noted.append(f"{operation} {numbers}")
         return operation(*args, **(kwargs or {}))
 
 
