@@ -16,8 +16,8 @@
 IMPALA in one file.
 
     python appo_mujoco.py --env-id HalfCheetah-v5
-    python appo_mujoco.py --env-id my_module:MyRobot-v0    # one of your own, which importing my_module registers
-    python evaluate.py train_dir/NAME    # plays what the run of that name has learned
+    python appo_mujoco.py --env-id my_module:MyRobot-v0    # your own, registered when my_module is imported
+    python evaluate.py train_dir/NAME    # plays the trained policy
 
 A deliberate edit of appo_gym.py. What differs:
 - EnvPool's MuJoCo, where it has the task (`MujocoEnvs`); observations are vectors, images are refused;
@@ -49,29 +49,29 @@ metric in `OWN_SUMS`, the network in `Agent`, a loss and what it needs in `appo_
 `Learner.update`, before the loss (`batch` is a copy); another optimiser or a second network in `Learner`, and then in
 `save_checkpoint` and `load_checkpoint`. With --cuda-graphs the network and the loss keep to what `recorded` asks.
 
-Words: a *worker* is one actor process with its environments. A *row* is one environment's endless stream of experience;
-a worker's rows ask for actions together. A *slot* is room for one rollout (T steps of one row), a *block* is the slots
-of a worker's rows. In an *iteration* the learner takes as many blocks as there are workers, passes `num_epochs` times
-over their rollouts in *batches* of about `batch_size` samples, each an optimiser step, and gives the blocks back. A
-*step* is one decision of the agent. Every optimiser step makes a *version* of the policy; the *lag* of a sample is the
-newest version minus the one that chose its action.
+Terms: a *worker* is one actor process and its environments. A *row* is the endless stream of experience of one
+environment; the rows of a worker request actions together. A *slot* holds one rollout (T steps of one row), and a
+*block* is one slot for each row of a worker. In an *iteration* the learner takes as many blocks as there are workers,
+makes `num_epochs` passes over their rollouts in *batches* of about `batch_size` samples, with one optimizer step per
+batch, and gives the blocks back. A *step* is one decision of the agent. Every optimizer step creates a *version* of the
+policy; the *lag* of a sample is the newest version minus the version that chose its action.
 
-One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
-NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
-observation is the first of the next episode. So two flags say all there is to know:
+One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
+an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
+the next episode. Two flags are therefore enough:
 
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action) cuts the V-trace trace and is
-left out of every loss, mean and step count. A time limit needs no flag of its own: its last step bootstraps from the
+A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action) cuts the V-trace trace and is
+excluded from every loss, mean and step count. A time limit needs no flag of its own: its last step bootstraps from the
 value of the true last observation.
 """
 
 import signal
 import sys
 
-if __name__ == "__main__":  # the imports take seconds: Ctrl-C ends them without a traceback
+if __name__ == "__main__":  # importing takes seconds; until it is done, Ctrl-C exits without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     print("importing torch ...", file=sys.stderr)
 
@@ -110,18 +110,18 @@ from typeguard import TypeCheckError, check_type
 
 try:
     import envpool
-except ImportError:  # only its own tasks need it
+except ImportError:  # needed only for EnvPool's tasks
     envpool = None
 
 # === Args =============================================================================================================
 
 
 class UserError(Exception):
-    """Something the user can fix: its text is printed, without a traceback of ours."""
+    """An error that the user can fix. Its message is printed without a traceback."""
 
 
 def num_cores() -> int:
-    """Cores that this process may use. (A container's quota is not looked at.)"""
+    """Returns the number of cores that this process may use, ignoring a container's CPU quota."""
     return len(os.sched_getaffinity(0))
 
 
@@ -131,48 +131,48 @@ class Args:
 
     # --- run
     env_id: str = "HalfCheetah-v5"
-    """a task of EnvPool (MuJoCo of Gymnasium and dm_control), or any environment of Gymnasium with a Box of actions, by
-    its name; for `module:name` the module, which registers it, is imported first"""
-    seed: int = 1  # of the network, of the action sampling and of the environments
+    """name of an EnvPool task (Gymnasium's MuJoCo or dm_control), or of any Gymnasium environment with a Box of
+    actions; `module:name` imports the module first, so that it can register its own"""
+    seed: int = 1  # seed of the network, the action sampling and the environments
     total_timesteps: int = 3_000_000  # stop after this many steps
     device: str = "cpu"  # cpu, cuda, or cuda:1 (the second GPU): a GPU pays for wide networks, not for two small layers
     cuda_graphs: bool = False
-    """with CUDA: what chooses actions, and what computes gradients, is recorded for each size of a batch: then each is
-    one launch"""
-    experiment: str | None = None  # the run's folder below train_dir; an existing one is resumed. Default: a fresh one
-    train_dir: str = "train_dir"  # where experiments are kept
+    """record acting and the gradient computation as CUDA graphs, one for each batch size, so that each is one launch;
+    ignored on a CPU"""
+    experiment: str | None = None  # the run's folder in train_dir, resumed if it exists; default: a new one
+    train_dir: str = "train_dir"  # folder of all experiments
     save_every_sec: float = 120.0  # seconds between checkpoints
 
     # --- sampling
-    num_envs: int = 64  # environments, which the workers share out evenly; learning depends on these, not on workers
+    num_envs: int = 64  # total environments, split evenly among the workers
     num_workers: int | None = None
-    """actor processes; None: the largest number that divides num_envs and is at most one a core, with CUDA two (one
-    steps while the other waits for actions); 0 runs one as a thread, for debugging, and implies --sync"""
-    sync: bool = False  # collect only while the learner waits: each iteration begins with lag 0, as in synchronous PPO
+    """number of actor processes. Default: the largest divisor of num_envs that is at most the number of cores, or twice
+    that with CUDA, where one worker steps while the other waits. 0: one actor thread, for debugging; implies --sync"""
+    sync: bool = False  # alternate between collecting and learning, so that every iteration starts at lag 0
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: int = 512  # samples per optimiser step, about: a batch is of whole rollouts
-    num_epochs: int = 4  # passes over an iteration's rollouts; with --sync pi/mu is 1 in the first optimiser step
-    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2e-3  # of Adam
-    anneal_lr: bool = True  # the learning rate falls linearly with the steps, to 0 at total_timesteps
+    batch_size: int = 512  # approximate samples per optimizer step: batches consist of whole rollouts
+    num_epochs: int = 4  # passes over the rollouts of an iteration
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2e-3  # Adam's learning rate
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
-    vtrace_rho: float = 1.0  # V-trace's clip of the importance weight of a temporal difference (rho bar)
-    vtrace_c: float = 1.0  # V-trace's clip of the trace (c bar)
-    vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 is the V-trace of the paper
-    clip_coef: float = 0.2  # PPO: the ratio is clipped to [1/(1+e), 1+e]
+    vtrace_rho: float = 1.0  # V-trace: clip of the importance weight of temporal differences (rho bar)
+    vtrace_c: float = 1.0  # V-trace: clip of the trace coefficients (c bar)
+    vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 gives the paper's V-trace
+    clip_coef: float = 0.2  # PPO: clip of the ratio, to [1/(1+e), 1+e]
     ppo_clip_value: float = 1.0
-    """PPO: how far the value may move from the one at acting time, in standard deviations of the targets"""
-    vf_coef: float = 0.5  # coefficient of the value loss (the error is in standard deviations of the targets)
-    kl_loss_coef: float = 0.1  # of KL(pi, mu), which keeps the policy near the one that acted (Sample Factory's)
-    ent_coef: float = 0.0  # coefficient of the entropy, which is rewarded
-    max_grad_norm: float = 0.5  # gradients are scaled down to this norm; 0 turns it off
-    rnn_type: Literal["gru", "none"] = "none"  # the recurrent core
-    hidden_size: int = 64  # units of each of a tower's two layers; the recurrent core has twice as many
-    initial_stddev: float = 1.0  # initial standard deviation of each number of an action; 1 is half its range
+    """PPO: clip of the change of the value since acting time, in standard deviations of the targets"""
+    vf_coef: float = 0.5  # coefficient of the value loss, whose error is in standard deviations of the targets
+    kl_loss_coef: float = 0.1  # coefficient of KL(pi, mu), a penalty for leaving the acting policy
+    ent_coef: float = 0.0  # coefficient of the entropy bonus
+    max_grad_norm: float = 0.5  # clip of the gradient norm; 0: no clipping
+    rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
+    hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
+    initial_stddev: float = 1.0  # initial standard deviation of each action dimension; 1 is half of its range
 
     def __post_init__(self):
-        self.typed = asdict(self)  # for cfg.json: each machine fills in the rest for itself
+        self.typed = asdict(self)  # saved in cfg.json; derived values may differ on another machine
         self.cuda_graphs &= self.device.startswith("cuda")
         if self.num_workers is None:
             most = num_cores() * (1 if self.device == "cpu" else 2)
@@ -181,10 +181,9 @@ class Args:
 
 # === Environment ======================================================================================================
 
-# Names of numbers in the environment's `info`, EnvPool's or Gymnasium's, that are to be summed over each episode, and
-# reported, too
+# Keys of `info`, EnvPool's or Gymnasium's, to sum over each episode and report
 OWN_SUMS = ()
-# What is summed over each episode, and reported as the mean over the last 100: the reward, 1 a step, and these
+# Sums over each episode, reported as means over the last 100 episodes: rewards, steps, and these keys
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
 NUMERIC_SPACES = (Box, Discrete, MultiDiscrete, MultiBinary)
@@ -193,7 +192,7 @@ TASKS = {task for task, (module, *_) in SPECS.items() if module in ("envpool.muj
 
 
 def parts_of(space, observation, name="obs"):
-    """Of each part of an observation: its name (`obs`, or in a Dict or Tuple obs/KEY), its space, and itself."""
+    """Yields (name, space, value) for each leaf of an observation; leaves of a Dict or Tuple are named obs/KEY."""
     if isinstance(space, (Dict, Tuple)):
         for key, part in space.items() if isinstance(space, Dict) else enumerate(space):
             yield from parts_of(part, observation[key], f"{name}/{key}".replace(".", ":"))  # a module's name has no dot
@@ -202,19 +201,19 @@ def parts_of(space, observation, name="obs"):
 
 
 def as_array(name, space, part):
-    """A float32 vector, by gymnasium.spaces.flatten, which makes a choice one-hot."""
+    """Flattens a leaf to a float32 vector; discrete values become one-hot."""
     if np.shape(part) != space.shape:
         raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
     return flatten(space, part).astype(np.float32)
 
 
 class NamedArrays(gym.Wrapper):
-    """An environment as the pipeline takes it: observations are a Dict of vectors, actions are a vector. Texts and
-    graphs are left out of observations, with a warning. Raises UserError for images."""
+    """Converts observations to a flat Dict of vectors, and actions from one vector. Text and graph observations are
+    dropped with a warning. Raises UserError for images."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.env_observation_space = env.observation_space  # kept: each time it is asked for, all wrappers are asked
+        self.env_observation_space = env.observation_space  # cached: the property walks every wrapper
         self.env_action_space = env.action_space
         spaces = {}
         for name, space, _ in parts_of(env.observation_space, env.observation_space):
@@ -240,16 +239,16 @@ class NamedArrays(gym.Wrapper):
     def step(self, action: np.ndarray):
         space = self.env_action_space
         observation, *outcome, info = self.env.step(action.reshape(space.shape).astype(space.dtype))
-        reward, terminated, truncated = (np.asarray(value).item() for value in outcome)  # some are arrays of one number
+        reward, terminated, truncated = (np.asarray(value).item() for value in outcome)  # may be arrays of size 1
         own_sums = {name: np.asarray(info[name]).item() for name in OWN_SUMS if name in info}
         return self.arrays(observation), reward, terminated, truncated, own_sums
 
 
 class MujocoEnvs(gym.vector.VectorEnv):
-    """EnvPool's MuJoCo: the tasks of Gymnasium and of dm_control as they are, except that every part of an observation
-    is flattened, and float32. Where a time limit ends an episode it is truncated, not terminated, even if the robot
-    falls at that very step. The pool is made in `reset`, where it gets its seed. Where a simulation becomes unstable,
-    MuJoCo itself writes MUJOCO_LOG.TXT to the working directory."""
+    """EnvPool's MuJoCo tasks (Gymnasium's and dm_control's), with every leaf of an observation flattened to float32. An
+    episode that reaches its time limit is truncated, not terminated, even if the robot falls at that very step. The
+    pool is created in `reset`, which knows the seed. If a simulation becomes unstable, MuJoCo itself writes
+    MUJOCO_LOG.TXT to the working directory."""
 
     metadata = dict(autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
 
@@ -268,7 +267,7 @@ class MujocoEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed=0, options=None):
         self.close()
-        # Contact forces: Gymnasium's humanoids have them from version 4 on, EnvPool's by default from version 5 on
+        # Contact forces: Gymnasium's humanoids observe them from version 4, EnvPool's by default from version 5
         forces = dict(post_constraint=True) if self.env_id in ("Humanoid-v4", "HumanoidStandup-v4") else {}
         options = dict(env_type="gymnasium", num_envs=self.num_envs, num_threads=1, seed=seed, **forces)
         self.pool = envpool.make(self.env_id, **options)
@@ -289,17 +288,18 @@ class MujocoEnvs(gym.vector.VectorEnv):
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
-    """The environments of one worker: EnvPool's, where it has the task. With options, which are for gymnasium.make,
-    they are Gymnasium's: EnvPool cannot draw. (Gymnasium has no tasks of dm_control: these cannot be drawn.) Edit this
-    function to wrap them (a wrapper of Gymnasium scales or clips rewards), or to train on something that neither knows.
+    """Returns the environments of one worker, EnvPool's if it has the task. With options, which are passed to
+    gymnasium.make, they are Gymnasium's, because EnvPool cannot render (and Gymnasium lacks dm_control's tasks, which
+    therefore cannot be rendered). Edit this function to add wrappers (Gymnasium has some that scale or clip rewards) or
+    to use environments from elsewhere.
 
-    What it returns must reset on the step after an episode's end (NEXT_STEP), take a Box of vectors (see `to_bounds`),
-    and give a Dict of float32 vectors: one vector more is one key more, and no other edit. Actors cannot start
-    processes of multiprocessing (AsyncVectorEnv)."""
+    The result must reset on the step after an episode ends (NEXT_STEP), take a Box of vectors (see `to_bounds`) and
+    return a Dict of float32 vectors. To add a vector, add a key; nothing else changes. Actors cannot start
+    multiprocessing children (AsyncVectorEnv)."""
     if args.env_id in TASKS and not options:
         return MujocoEnvs(args.env_id, num_envs)
     if options:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
+        os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a display
         if args.env_id in TASKS - gym.registry.keys():
             raise UserError(f"--env-id {args.env_id}: EnvPool cannot draw it, and Gymnasium does not have it")
 
@@ -310,30 +310,30 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     return gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=mode)
 
 
-NO_BOUND = np.float32(1e10)  # MuJoCo's mjMAXVAL: dm_control's bound of an actuator that has no limit
+NO_BOUND = np.float32(1e10)  # MuJoCo's mjMAXVAL, which dm_control uses for actuators without a limit
 
 
 def to_bounds(action, space):
-    """Maps the policy's actions [..., numbers] to those of a Box, and returns a copy. Of a number with two bounds, each
-    smaller than NO_BOUND, -1 and 1 become the bounds; any other stays as it is. Then all are clipped."""
+    """Maps the policy's actions [..., numbers] to a Box and returns a copy. In a dimension with two bounds below
+    NO_BOUND in size, [-1, 1] becomes the range; other dimensions stay unchanged. All are clipped."""
     bounded = (space.low > -NO_BOUND) & (space.high < NO_BOUND)
     low = np.where(bounded, space.low, -1)
     high = np.where(bounded, space.high, 1)
     end = np.where(action < 0, low, high)
     size = np.abs(action)
-    action = size * end + (1 - size) * (low / 2 + high / 2)  # exact at -1 and 1, and for bounds of -1 and 1
+    action = size * end + (1 - size) * (low / 2 + high / 2)  # exact at -1 and 1, and if the bounds are -1 and 1
     return np.clip(action, space.low, space.high)
 
 
 class Spaces(NamedTuple):
-    """What the pipeline needs to know of the environments."""
+    """Describes the environments to the pipeline."""
 
-    obs: dict[str, Box]  # the arrays that an observation consists of, by name
+    obs: dict[str, Box]  # the arrays of an observation, by name
     numbers: int  # of an action
 
 
 def spaces_of(args: Args) -> Spaces:
-    """The spaces of what `make_envs` returns. Raises UserError where the pipeline does not support them."""
+    """Returns the spaces of the environments. Raises UserError if the pipeline does not support them."""
     with contextlib.closing(make_envs(args, 1)) as envs:
         obs = envs.single_observation_space
         action = envs.single_action_space
@@ -352,13 +352,14 @@ def spaces_of(args: Args) -> Spaces:
 
 
 def moments(x):
-    """x [N, ...] -> N, and the mean and the variance over N [...]"""
+    """Returns N, and the mean and variance [...] of x [N, ...] over its first axis."""
     mean = x.mean(0)
-    return len(x), mean, (x - mean).square_().mean(0)  # x.var(0) of images takes far longer
+    return len(x), mean, (x - mean).square_().mean(0)  # much faster on images than x.var(0)
 
 
 class Normalizer(nn.Module):
-    """Running mean and variance of every element of an input; clips to +-5, as Sample Factory 2 does."""
+    """Normalises every element of an input by its running mean and variance, then clips to +-5, as in Sample Factory
+    2."""
 
     def __init__(self, shape: tuple[int, ...], unit: float):
         super().__init__()
@@ -373,8 +374,8 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, x, valid):
-        """x [..., *shape], of which bool valid [...] count; merges two sets of statistics (Chan, Golub, LeVeque 1979).
-        Raises FloatingPointError, and changes nothing, where statistics would not be finite."""
+        """Merges in the statistics of x [..., *shape] where bool valid [...] is set (Chan, Golub, LeVeque 1979). Raises
+        FloatingPointError, without changing anything, if the result would not be finite."""
         n, mean, var = moments(x[valid] / self.unit)
         if n == 0:
             return
@@ -389,39 +390,39 @@ class Normalizer(nn.Module):
 
 
 def init_layer(layer, gain=2**0.5):
-    """Orthogonal weights, biases 0."""
+    """Returns the layer with orthogonal weights and zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class PopArt(Normalizer):
-    """A value head in units of its own (van Hasselt et al. 2016; with V-trace Hessel et al. 2019). `linear` predicts
-    (value - mean) / std, with the running mean and standard deviation of the V-trace targets. When these move, `linear`
-    is rescaled so that no value changes."""
+    """A value head with normalised targets (PopArt: van Hasselt et al. 2016; with V-trace: Hessel et al. 2019).
+    `linear` predicts (value - mean) / std, where mean and std are running statistics of the V-trace targets. When they
+    change, `linear` is rescaled so that its values do not."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__((), 1.0)
         self.linear = linear
-        self.count.fill_(1000)  # a prior of 1000 samples N(0, 1): the first returns hardly vary, their std is near 0
+        self.count.fill_(1000)  # a prior of 1000 samples from N(0, 1): the std of the first returns is near 0
 
     def forward(self, x):
-        """x [..., features] -> values in the reward's units [...]"""
+        """Returns values [...] in the reward's units for x [..., features]."""
         return self.linear(x).squeeze(-1) * self.std + self.mean
 
     @torch.no_grad()
     def update(self, targets, valid):
-        """targets [...] in the reward's units, of which bool valid [...] count"""
+        """Merges in targets [...], in the reward's units, where bool valid [...] is set."""
         old_mean = self.mean.clone()
         old_std = self.std.clone()
         super().update(targets, valid)
-        self.count.clamp_(max=100_000)  # from then on older samples fade, as returns grow
+        self.count.clamp_(max=100_000)  # beyond that, older samples decay, because returns change
         self.linear.weight.mul_(old_std / self.std)
         self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
 
 
 def tower(inputs, hidden_size):
-    """[..., inputs] -> [..., hidden_size]: two layers, tanh."""
+    """Returns a network of two tanh layers from [..., inputs] to [..., hidden_size]."""
     return nn.Sequential(
         init_layer(nn.Linear(inputs, hidden_size)),
         nn.Tanh(),
@@ -431,13 +432,13 @@ def tower(inputs, hidden_size):
 
 
 class Agent(nn.Module):
-    """A tower for the actions and one for the value, as in CleanRL's ppo_continuous_action, with its gains; a recurrent
-    core over both, if asked for. The policy is a Gaussian for each number of an action, independent of the others: its
-    mean comes from the network, the logarithm of its standard deviation is a parameter. Together they are `gaussians`.
+    """Has one tower for the actions and one for the value, with the gains of CleanRL's ppo_continuous_action, and an
+    optional recurrent core over both. The policy is an independent Gaussian for each action dimension: the network
+    gives its mean, and a parameter the logarithm of its standard deviation. Both together are called `gaussians`.
 
-    A network of your own takes (spaces, args), and has `state_size` (floats of recurrent state for each row, 0 for
-    none), `critic` (a PopArt), `normalizers` (which the learner updates) by name of the observation's part, and
-    `forward`, which changes nothing. Flags of this network: rnn_type, hidden_size, initial_stddev."""
+    A network of your own takes (spaces, args) and needs `state_size` (floats of recurrent state per row, 0 for none),
+    `critic` (a PopArt), `normalizers` (by observation name; the learner updates them) and a `forward` without side
+    effects. The flags rnn_type, hidden_size and initial_stddev belong to this network."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
@@ -458,13 +459,14 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.full((spaces.numbers,), np.log(args.initial_stddev)))
 
     def encode(self, obs):
-        """obs by name [N, size] -> [N, features of both towers]"""
+        """Returns the features of both towers [N, 2 * hidden_size] for obs by name [N, size]."""
         x = torch.cat([self.normalizers[name](x) for name, x in obs.items()], -1)
         return torch.cat([self.acting(x), self.valuing(x)], -1)
 
     def forward(self, obs, first, state):
-        """obs by name [T, B, ...], first bool [T, B], state float32 [B, state_size] before obs[0]; where `first` is
-        set it is zeroed. Returns gaussians [T, B, 2 * numbers], values [T, B], state."""
+        """Takes obs by name [T, B, ...], first bool [T, B] and the state float32 [B, state_size] before obs[0], which
+        is zeroed where `first` is set. Returns gaussians [T, B, 2 * numbers], values [T, B] and the state after
+        obs[T-1]."""
         T, B = first.shape
         x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
         if self.core is not None:
@@ -481,26 +483,26 @@ class Agent(nn.Module):
 
 
 def draw(gaussians):
-    """gaussians [..., 2 * numbers] -> actions [..., numbers]"""
+    """Samples actions [..., numbers] from gaussians [..., 2 * numbers]."""
     mean, log_std = gaussians.chunk(2, -1)
     return mean + log_std.exp() * torch.randn_like(mean)
 
 
 def log_prob(gaussians, actions):
-    """gaussians [..., 2 * numbers], actions [..., numbers] -> their joint log-probability [...]"""
+    """Returns the joint log-probability [...] of actions [..., numbers] under gaussians [..., 2 * numbers]."""
     mean, log_std = gaussians.chunk(2, -1)
     logprobs = -0.5 * ((actions - mean) / log_std.exp()).square() - log_std - 0.5 * np.log(2 * np.pi)
     return logprobs.sum(-1)
 
 
 def entropy_of(gaussians):
-    """gaussians [..., 2 * numbers] -> [...]"""
+    """Returns the entropy [...] of gaussians [..., 2 * numbers]."""
     _, log_std = gaussians.chunk(2, -1)
     return (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
 
 
 def kl_divergence(p, q):
-    """KL(p, q) of two policies by their gaussians [..., 2 * numbers] -> [...]"""
+    """Returns KL(p, q) [...] of two policies, given by their gaussians [..., 2 * numbers]."""
     mean_p, log_std_p = p.chunk(2, -1)
     mean_q, log_std_q = q.chunk(2, -1)
     difference = log_std_q - log_std_p
@@ -513,18 +515,18 @@ def kl_divergence(p, q):
 
 @torch.no_grad()
 def vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam):
-    """V-trace targets and advantages (Espeholt et al. 2018, IMPALA, section 4.1; lambda: their remark 2).
+    """Computes V-trace targets and advantages (Espeholt et al. 2018, IMPALA, section 4.1; lambda: their remark 2).
 
-    ratios pi(a)/mu(a), rewards, discounts (gamma, or 0 where it terminated) float32 [T, B], valid of 0 and 1 [T, B]
-    (0 cuts the trace: vs = V there), values float32 [T+1, B] by the current network.
+    Takes ratios pi(a)/mu(a), rewards and discounts (gamma, or 0 where the episode terminated), all float32 [T, B],
+    valid [T, B] of 0 and 1 (0 cuts the trace: vs = V there), and values float32 [T+1, B] of the current network.
     Returns vs [T+1, B] (vs[T] = V[T]) and advantages [T, B].
 
         rho[t] = min(ratio[t], rho_bar), c[t] = lam min(ratio[t], c_bar), both 0 where not valid
         vs[t] = V[t] + rho[t] (r[t] + discount[t] V[t+1] - V[t]) + discount[t] c[t] (vs[t+1] - V[t+1])
         A[t]  = r[t] + discount[t] (lam vs[t+1] + (1 - lam) V[t+1]) - V[t]
 
-    The advantage carries no rho: the PPO surrogate multiplies by the ratio itself. On-policy it is GAE(lam); with
-    lam = 1 it is IMPALA's advantage."""
+    The advantage has no factor rho, because the PPO surrogate multiplies by the ratio itself. On-policy it equals
+    GAE(lam); with lam = 1 it is IMPALA's advantage."""
     rho = ratios.clamp(max=rho_bar) * valid
     c = lam * ratios.clamp(max=c_bar) * valid
     deltas = rho * (rewards + discounts * values[1:] - values[:-1])
@@ -539,19 +541,19 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam):
 
 
 def masked_mean(x, mask):
-    """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples that have a 1; 0 where none has."""
+    """Returns the mean [...] of x [..., T, B] over the samples where mask [T, B] is 1, or 0 if there are none."""
     return (x * mask).sum((-2, -1)) / mask.sum().clamp(min=1)
 
 
 def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
-    """PPO's clipped losses with V-trace's targets, and the KL penalty, over the valid samples of a batch, which has the
-    fields of Rollouts, [time, rollout, ...]. Returns the loss, the targets float32 [T, B], and metrics, on the device.
+    """Computes PPO's clipped losses with V-trace targets, and the KL penalty, over the valid samples of a batch, which
+    has the fields of Rollouts [time, rollout, ...]. Returns the loss, the targets float32 [T, B] and metrics, all on
+    the device.
 
-    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
-    the moment of acting is one more field of `Rollouts`, written in `Inference.choose`. If it is in the environment's
-    `info`, it is also let through in `NamedArrays.step`, a field of `Mailbox`, written in `WorkerEnvs.step` and copied
-    in `Inference.store` (what tells of a step's outcome at t - 1, as the reward). What it may not do with CUDA graphs
-    is said in `recorded`."""
+    To add a loss, compute it per sample [T, B], average it with `mean` and add it to `loss`. If it needs a value from
+    acting time, add a field to `Rollouts` and write it in `Inference.choose`. If that value comes from the
+    environment's `info`, also pass it on in `NamedArrays.step`, add a field to `Mailbox`, write it in `WorkerEnvs.step`
+    and copy it in `Inference.store` (at t - 1 if it is an outcome of the step, like the reward)."""
     valid = (~batch.first[1:]).float()
     gaussians, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
     gaussians = gaussians[:-1]
@@ -607,21 +609,22 @@ def rows_per_worker(args: Args) -> int:
 
 
 def slice_of(args: Args, i: int) -> slice:
-    """The rows of worker i, or the slots of block i: a block has as many slots as a worker has rows."""
+    """Returns the rows of worker i, or the slots of block i: a block has as many slots as a worker has rows."""
     n = rows_per_worker(args)
     return slice(i * n, i * n + n)
 
 
 def num_blocks(args: Args) -> int:
-    """Two for each of W workers: W may be LEARNING while every worker fills another. No deadlock: a learner that
-    waits holds at most W - 1 of them, and none is FULL: every worker fills one, or finds a FREE one. --sync has one for
-    each worker: none is FREE until the iteration's last step is made. That is all that --sync is."""
+    """Returns two for each of W workers: W can be LEARNING while every worker fills another. There is no deadlock:
+    while the learner waits it holds at most W - 1 blocks and none is FULL, so every worker fills one or finds a FREE
+    one. With --sync there is one for each worker, so none is FREE before the last step of the iteration: nothing else
+    differs."""
     sync = args.sync or args.num_workers == 0
     return max(1, args.num_workers) * (1 if sync else 2)
 
 
 def zeros_for(spaces: Spaces, *shape, device="cpu"):
-    """Observations of zeros, by name [*shape, ...]"""
+    """Returns zero observations by name [*shape, ...]."""
     return {
         name: torch.zeros(*shape, *space.shape, dtype=getattr(torch, space.dtype.name), device=device)
         for name, space in spaces.obs.items()
@@ -629,50 +632,52 @@ def zeros_for(spaces: Spaces, *shape, device="cpu"):
 
 
 def of_each(function, fields):
-    """The same dict, with function(field) in the place of each field, also in the dicts in it."""
+    """Applies a function to every leaf of a nested dict."""
     if isinstance(fields, dict):
         return {name: of_each(function, field) for name, field in fields.items()}
     return function(fields)
 
 
 class Mailbox:
-    """The only memory that actors share with the main process. The rows of a worker lie together.
+    """The only memory that actors share with the main process. The rows of a worker are contiguous.
 
-    Between request and reply a worker's rows belong to the inference thread, otherwise to its actor: no locks."""
+    Between request and reply, the rows of a worker belong to the inference thread, otherwise to its actor, so they need
+    no lock."""
 
     def __init__(self, spaces: Spaces, rows: int):
         # written by the actor, between a reply and its next request
         self.obs = zeros_for(spaces, rows)  # the current observation
-        self.reward = torch.full((rows,), torch.nan)  # of the action before it; NaN until the environment has started
-        self.terminated = torch.zeros(rows, dtype=torch.bool)  # the action before it ended the episode for good
+        self.reward = torch.full((rows,), torch.nan)  # of the previous action; NaN until the environment has started
+        self.terminated = torch.zeros(rows, dtype=torch.bool)  # the previous action ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
-        self.episode = torch.zeros(rows, len(EPISODE))  # of the episode that ended just now; zeros: none did
+        self.episode = torch.zeros(rows, len(EPISODE))  # sums of the episode that just ended, else zeros
         # written by inference, between a request and its reply
-        self.action = torch.zeros(rows, spaces.numbers)  # what to do next, as drawn: see `to_bounds`
+        self.action = torch.zeros(rows, spaces.numbers)  # the next action, as sampled: see `to_bounds`
 
     def numpy(self) -> SimpleNamespace:
-        """The same memory, now shared, as NumPy arrays, whose indexing is much cheaper than torch's."""
+        """Moves the fields to shared memory and returns them as NumPy arrays, whose indexing is cheaper than
+        torch's."""
         return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy(), vars(self)))
 
 
 class Rollouts:
-    """Memory of the main process alone, [time, slot, ...]. Observations, and what inference computes, stay on the
-    device. Flags, rewards and versions are arrays of the host, where the learner finds valid samples without asking the
-    device. `Learner.gather` copies every field, of either kind. Rewards and log-probabilities start as NaN: were a slot
-    read before it is written, the loss would say so.
+    """The rollouts [time, slot, ...], private to the main process. Observations and the results of inference stay on
+    the device. Flags, rewards and versions are host arrays, so that the learner can find valid samples without waiting
+    for the device. `Learner.gather` copies every field. Rewards and log-probabilities start as NaN, so that reading an
+    unwritten slot makes the loss NaN.
 
     A block of slots is FILLING from when its worker gets it until the rollouts are complete, then FULL (both in
     `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
     makes it FREE."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1: with the observation that the last value is bootstrapped from
+        # on the device; T + 1 because the last value bootstraps from obs[T]
         self.obs = zeros_for(spaces, T + 1, slots, device=device)
         self.actions = torch.full((T, slots, spaces.numbers), torch.nan, device=device)
         self.gaussians = torch.full((T, slots, 2 * spaces.numbers), torch.nan, device=device)  # the acting policy (mu)
-        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)
-        self.values = torch.full((T, slots), torch.nan, device=device)  # by the acting policy, for value clipping only
-        self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # at obs[0], before `first[0]` zeroes it
+        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
+        self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
+        self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
         # on the host
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
@@ -684,18 +689,18 @@ class Rollouts:
 
 
 class WorkerEnvs:
-    """The environments of one worker. `reset` and `step` write its rows of the mailbox; from then on the rows belong to
-    the caller, until it has filled in the actions and calls `step` again."""
+    """The environments of one worker. `reset` and `step` write its mailbox rows, which then belong to the caller until
+    it has filled in the actions and calls `step` again."""
 
     def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
-        """mailbox: its arrays. Environment i is seeded with seed + i, modulo 2**30."""
+        """Takes the mailbox's arrays. Environment i is seeded with seed + i; the seed is reduced modulo 2**30."""
         n = rows_per_worker(args)
         self.mailbox = mailbox
         self.rows = slice_of(args, worker)
-        self.seed = seed % 2**30  # what every engine takes
+        self.seed = seed % 2**30  # accepted by every engine
         self.envs = make_envs(args, n)
-        self.over = np.zeros(n, bool)  # the last step ended an episode: the next one only resets
-        self.sums = np.zeros((n, len(EPISODE)))  # of the episodes under way
+        self.over = np.zeros(n, bool)  # the last step ended an episode, so the next one only resets
+        self.sums = np.zeros((n, len(EPISODE)))  # of the running episodes
 
     def reset(self):
         observation, _ = self.envs.reset(seed=self.seed)
@@ -711,8 +716,8 @@ class WorkerEnvs:
         zeros = np.zeros(len(first))
         own_sums = [info.get(name, zeros) for name in OWN_SUMS]
         self.sums += np.stack([reward, zeros + 1, *own_sums], -1)
-        self.sums[first] = 0  # what only resets does not count
-        episode = np.where(self.over[:, None], self.sums, 0)  # not a product: a sum may be NaN
+        self.sums[first] = 0  # reset-only steps do not count
+        episode = np.where(self.over[:, None], self.sums, 0)  # not a product, because a sum may be NaN
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
 
     def write(self, observation, **flags):
@@ -723,7 +728,8 @@ class WorkerEnvs:
 
 
 def ask(pipe) -> bool:
-    """Tells inference that an actor's rows are written, and waits until their actions are. False: the run has ended."""
+    """Tells inference that the rows are written, and waits until the actions are. Returns False if the run has
+    ended."""
     try:
         pipe.send(None)
         pipe.recv()
@@ -733,33 +739,33 @@ def ask(pipe) -> bool:
 
 
 def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
-    """Body of an actor. It sends None when its rows are written, and receives None when their actions are. A string is
-    a traceback. The end of the pipe is the end of the other side, however it died."""
-    if args.num_workers:  # else it is a thread of the main process
-        os.set_inheritable(pipe.fileno(), False)  # programs that environments start would hide its end
-        # A background process group that touches its terminal is stopped, unless it ignores these signals
+    """Body of an actor. Protocol on its pipe: None = rows written, or actions ready; a str = a traceback; EOF = the
+    other side is gone, however it ended."""
+    if args.num_workers:  # otherwise this is a thread of the main process
+        os.set_inheritable(pipe.fileno(), False)  # child processes of the environment would delay EOF
+        # The kernel stops a background process group that uses its terminal, unless it ignores these signals
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (signal.SIGTTIN, signal.SIGTTOU):
             signal.signal(number, signal.SIG_IGN)
-        os.setpgrp()  # Ctrl-C is for the main process. (Not setsid: Linux counts `nice` only within a session.)
-        # A job's SIGTERM comes to all. SIG_IGN would be inherited by programs that environments start
+        os.setpgrp()  # Ctrl-C goes to the main process alone. (Not setsid: Linux applies `nice` within a session.)
+        # Batch systems signal every process. A no-op handler, because children would inherit SIG_IGN
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
-        os.nice(10)  # where cores are short, inference and learning come first: actors without actions only wait
+        os.nice(10)  # inference and learning go first: without them, actors only wait
         cores = sorted(os.sched_getaffinity(0))
-        if args.num_workers >= len(cores):  # else other runs may share the machine, and pin to the same cores
-            os.sched_setaffinity(0, {cores[worker % len(cores)]})  # Ant is a tenth faster
+        if args.num_workers >= len(cores):  # with fewer, other runs may share the machine and pin to the same cores
+            os.sched_setaffinity(0, {cores[worker % len(cores)]})  # makes Ant a tenth faster
         seed_generators(seed)
-        gym.logger.min_level = gym.logger.ERROR  # the main process has shown the warnings of `make_envs`
+        gym.logger.min_level = gym.logger.ERROR  # the main process has printed the warnings of `make_envs`
     try:
         worker_envs = WorkerEnvs(args, worker, mailbox.numpy(), seed)
-        if not worker:  # one of them shows those of the steps
+        if not worker:  # one actor prints the warnings of `step`
             gym.logger.min_level = gym.logger.WARN
         with contextlib.closing(worker_envs.envs):
             worker_envs.reset()
             while ask(pipe):
                 worker_envs.step()
-    except BaseException:  # sys.exit() in an environment, too
+    except BaseException:  # includes sys.exit() in an environment
         with contextlib.suppress(ConnectionError):  # the run has ended
             pipe.send(traceback.format_exc().strip())
     finally:
@@ -767,14 +773,14 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
         if args.num_workers:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
-            os.killpg(0, signal.SIGKILL)  # itself, and the programs that environments have started and not ended
+            os.killpg(0, signal.SIGKILL)  # itself, and any children that the environment left
 
 
 # === Inference ========================================================================================================
 
 
 def wait_for(device):
-    """Waits until all that this thread has asked of the device, in its stream, is done. (On a CPU it always is.)"""
+    """Waits until the device has done everything in this thread's stream. (Returns at once on a CPU.)"""
     module = torch.get_device_module(device)
     event = module.Event()
     event.record(module.current_stream(device))
@@ -782,18 +788,19 @@ def wait_for(device):
 
 
 def own_stream(device, priority=0):
-    """A context with a stream of this thread's own. Priority -1 is high: not to queue behind a backward pass."""
+    """Returns a context with a stream for this thread. Priority -1 is high: it does not queue behind a backward
+    pass."""
     module = torch.get_device_module(device)
     if device.index is not None:
         module.set_device(device)  # of this thread
     return module.stream(module.Stream(priority=priority))
 
 
-RECORDING = threading.Lock()  # PyTorch can record, play, or draw random numbers on the device, in one thread at a time
+RECORDING = threading.Lock()  # only one thread at a time may record, replay, or use the device's random numbers
 
 
 class Operations(TorchDispatchMode):
-    """Notes the operations on tensors, and the numbers that they are given."""
+    """Logs the operations on tensors and their numeric arguments."""
 
     def __init__(self):
         super().__init__()
@@ -806,23 +813,24 @@ class Operations(TorchDispatchMode):
 
 
 def recorded(function, device):
-    """The same function of tensors, as one CUDA graph in the place of hundreds of launches, each of which waits for its
-    turn at Python's lock. There is a recording for each shape of the inputs. They are copied to where they were when it
-    was made, from the host's memory, too; outputs are in the same memory each time: the next call changes them.
+    """Returns the function as a CUDA graph: one launch instead of hundreds, each of which would wait for the GIL. There
+    is one recording for each combination of input shapes. Inputs, which may be on the host, are copied to the memory
+    they had when it was made; outputs always use the same memory, so the next call overwrites them.
 
-    The function may not wait for the device, copy from the host, or make shapes that depend on values, and what it uses
-    beside its inputs may change only in place: a number of the host's is the same for ever. To notice one that changes,
-    the fourth, eighth, 16th ... call runs as it is. Raises UserError."""
+    The function must not wait for the device, copy from the host or create shapes that depend on values. Apart from its
+    inputs, it may only use tensors that are modified in place, and Python numbers that never change: the graph has
+    their values baked in. To detect a change, calls 4, 8, 16, ... run eagerly, and their operations are compared.
+    Raises UserError if the function cannot be recorded."""
     recordings = {}
-    pool = torch.cuda.graph_pool_handle()  # memory that they use in turn
-    problem = f"{function.__qualname__} cannot be a CUDA graph (--no-cuda-graphs): "
+    pool = torch.cuda.graph_pool_handle()  # shared by all recordings, which run one at a time
+    problem = f"{function.__qualname__} cannot be recorded as a CUDA graph (use --no-cuda-graphs): "
 
     def call(*inputs):
         tensors = tree_leaves(inputs)
         recording = recordings.setdefault(tuple(x.shape for x in tensors), SimpleNamespace(calls=0))
         recording.calls += 1
         with RECORDING:
-            if recording.calls == 1:  # loads and chooses kernels, and makes the memory of gradients
+            if recording.calls == 1:  # loads and selects kernels, and allocates gradients
                 return function(*inputs)
             if recording.calls == 2:
                 recording.inputs = tree_map(lambda x: x.to(device, copy=True), inputs)
@@ -835,29 +843,29 @@ def recorded(function, device):
                     raise UserError(f"{problem}{error.__context__ or error}") from None
             for place, x in zip(tree_leaves(recording.inputs), tensors):
                 place.copy_(x, non_blocking=True)
-            if recording.calls == 2 or recording.calls & recording.calls - 1:  # no power of two
+            if recording.calls == 2 or recording.calls & recording.calls - 1:  # not a power of two
                 recording.graph.replay()
                 return recording.outputs
             with Operations() as operations:
                 outputs = function(*recording.inputs)
             if operations.noted != recording.operations.noted:
-                raise UserError(f"{problem}a number that it uses changes, and is no tensor among its inputs")
+                raise UserError(f"{problem}it uses a number that changes; pass that number as an input tensor")
             return outputs
 
     return call
 
 
-SILENCE = 60  # seconds without a message, after which a worker that owes one is named
+SILENCE = 60  # seconds after which a worker that has not answered is reported
 
 
 class Inference:
-    """Serves the workers that wait for actions, all at once. Owns every row's recurrent state and FILLING slot, and has
-    the memory, the pipes and the queue between itself, the actors and the learner.
+    """Serves all waiting workers at once. Owns the recurrent state and the FILLING slot of every row, and holds the
+    memory, the pipes and the queue between itself, the actors and the learner.
 
-    It acts with the learner's own network. Acting with it and changing it both hold the lock until the device is done:
-    no action comes from half an update. The learner computes loss and gradient without the lock: nobody else changes
-    the network. Before a block changes hands, the host waits until the device has done what it was asked to do with it:
-    there are no events between the two streams."""
+    It acts with the learner's own network. Whoever acts with the network or changes it holds the lock until the device
+    is done, so no action comes from half an update. The learner computes the loss and its gradient without the lock,
+    because nobody else changes the network. Before a block changes hands, the host waits until the device has finished
+    with it, so the two streams need no events."""
 
     def __init__(self, args: Args, spaces: Spaces, agent: Agent, device: torch.device):
         self.args = args
@@ -869,28 +877,28 @@ class Inference:
         workers = max(1, args.num_workers)
         blocks = [slice_of(args, i) for i in range(num_blocks(args))]
         self.shared_mailbox = Mailbox(spaces, args.num_envs)
-        self.mailbox = self.shared_mailbox.numpy()  # the same memory
+        self.mailbox = self.shared_mailbox.numpy()  # views of the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
         self.state = torch.zeros(args.num_envs, agent.state_size, device=device)
-        self.filling = dict(enumerate(blocks[:workers]))  # by worker; without an entry it waits for a FREE block
-        self.t = np.zeros(workers, int)  # steps so far in the worker's FILLING block
+        self.filling = dict(enumerate(blocks[:workers]))  # block by worker; without one it waits for a FREE block
+        self.t = np.zeros(workers, int)  # steps in the FILLING block of each worker
         self.free = deque(blocks[workers:])
         self.full = queue.SimpleQueue()  # blocks to the learner
-        self.end = None  # what ends the run: an error, or KeyboardInterrupt
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back from it; closed, it ends the thread
+        self.end = None  # the error, or KeyboardInterrupt, that ends the run
+        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
         self.pipes, self.actor_ends = zip(*[mp.Pipe() for _ in range(workers)])
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
             self.selector.register(pipe, selectors.EVENT_READ)
-        self.requests = []  # workers that wait for actions, the oldest first: their rows are this thread's
-        self.heard = np.full(workers, time.monotonic())  # when a worker last sent a request, or was answered
-        self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE
-        self.counts = Counter()  # rows served, and in how many forward passes; seconds waited, by the learner too
+        self.requests = []  # workers waiting for actions, oldest first; this thread owns their rows
+        self.heard = np.full(workers, time.monotonic())  # time of each worker's last request or reply
+        self.episodes = deque(maxlen=100)  # the last finished episodes, see EPISODE
+        self.counts = Counter()  # rows served, forward passes; seconds that this thread and the learner waited
         if args.cuda_graphs:
             self.choose = recorded(self.choose, device)
 
     def run(self):
-        """Body of the inference thread. It serves all that wait: the busier it is, the larger its batches."""
+        """Body of the inference thread. The busier it is, the more workers wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
                 while not self.learner_end.closed:
@@ -906,13 +914,13 @@ class Inference:
             self.end_with(error)
 
     def end_with(self, error):
-        """The learner raises the first when it next takes blocks, whatever else is FULL."""
+        """Ends the run: the learner raises the first error at its next `collect`, even if FULL blocks wait."""
         self.end = self.end or error
         self.full.put(None)
 
     def next_full(self):
-        """Waits for a block, for the learner. Until the first iteration, reports every 5 seconds how many environments
-        have started."""
+        """Waits for a FULL block and returns it. Until the first iteration, prints every 5 seconds how many
+        environments have started."""
         while not self.counts["learner"]:
             with contextlib.suppress(queue.Empty):
                 return self.full.get(timeout=5)
@@ -922,14 +930,15 @@ class Inference:
         return self.full.get()
 
     def notice_silence(self):
-        """Names the workers that have not answered for a minute: their environments are slow, or hang."""
+        """Reports workers that have not answered for a minute."""
         for worker in np.flatnonzero(time.monotonic() - self.heard > SILENCE):
             if self.args.num_workers and worker not in self.requests:
                 self.heard[worker] += SILENCE
                 tqdm.write(f"worker {worker} has not answered for {SILENCE} s: its environments are slow, or hang")
 
     def receive(self, pipe):
-        """Takes a worker's request, or blocks from the learner: LEARNING -> FREE. Raises UserError."""
+        """Receives a worker's request, or blocks from the learner: LEARNING -> FREE. Raises UserError if an actor
+        died."""
         if pipe is self.returned:
             with contextlib.suppress(EOFError):  # `learner_end` was closed
                 self.free.extend(pipe.recv())
@@ -945,12 +954,12 @@ class Inference:
         self.heard[worker] = time.monotonic()
 
     def serve(self):
-        """Hands over the blocks that are complete, and answers all workers that have a block or get a new one. The
-        others go on waiting, until a block is free."""
+        """Hands complete blocks to the learner, then answers all workers that have a block or get a new one. The others
+        keep waiting until a block is FREE."""
         complete = [worker for worker in self.requests if self.t[worker] == self.args.rollout]
-        if complete:  # their rows are stored twice: here as obs[T] of the old block, below as obs[0] of the new one
+        if complete:  # their observations are stored twice: as obs[T] of this block, below as obs[0] of the next
             self.store_obs(*self.store(complete))
-            wait_for(self.device)  # the learner, whose stream is another, finds these blocks written
+            wait_for(self.device)  # the learner uses another stream, and must find these blocks written
             for worker in complete:
                 self.full.put(self.filling.pop(worker))  # FILLING -> FULL
                 self.t[worker] = 0
@@ -964,12 +973,12 @@ class Inference:
         self.requests = [worker for worker in self.requests if worker not in ready]
         for worker in ready:
             self.heard[worker] = time.monotonic()
-            with contextlib.suppress(ConnectionError):  # it has died, as `receive` will find
+            with contextlib.suppress(ConnectionError):  # the actor died; `receive` will notice
                 self.pipes[worker].send(None)
 
     def store(self, workers: list[int]):
-        """Copies the mailbox rows of the workers to their times and slots, but for the observations. Returns these, by
-        name [1, N, ...], and int64 [4, N]: rows, times, slots, `first`."""
+        """Copies rewards and flags of the workers' mailbox rows to the rollouts. Returns the observations by name
+        [1, N, ...], and int64 [4, N]: row, time, slot and `first` of each."""
         mailbox = self.mailbox
         rollouts = self.rollouts
         rows = np.r_[*(slice_of(self.args, worker) for worker in workers)]
@@ -977,31 +986,32 @@ class Inference:
         t = self.t[workers].repeat(rows_per_worker(self.args))
         first = mailbox.first[rows]
         rollouts.first[t, slots] = first
-        # At t = 0 they belong to the block before, which has them; what is written here, at -1, is written anew at T
+        # At t = 0 these belong to the previous block, which has them; index -1 is overwritten when t reaches T
         rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
         rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
         obs = {name: torch.from_numpy(source[None, rows]) for name, source in mailbox.obs.items()}
         return obs, torch.from_numpy(np.stack([rows, t, slots, first]))
 
     def store_obs(self, obs, places):
-        """What `store` returns: the observations to their times and slots. Returns both, on the device."""
+        """Copies the results of `store` to the device and the observations to the rollouts. Returns both, on the
+        device."""
         places = places.to(self.device, non_blocking=True)
         obs = {name: part.to(self.device, non_blocking=True) for name, part in obs.items()}
         _, t, slots, _ = places
         for name, field in self.rollouts.obs.items():
-            if field.is_cpu:  # PyTorch's own indexing takes ten times as long there
+            if field.is_cpu:  # torch's indexing takes ten times as long there
                 field.numpy()[t.numpy(), slots.numpy()] = obs[name].numpy()
             else:
                 field[t, slots] = obs[name]
         return obs, places
 
     def act(self, workers: list[int]):
-        """Stores the rows of the workers, and chooses their next actions."""
+        """Stores the rows of the workers and chooses their next actions."""
         obs, places = self.store(workers)
         rows, t, slots, _ = places.numpy()
         with self.lock:
             actions = self.choose(obs, places)
-            self.mailbox.action[rows] = actions.cpu().numpy()  # waits: the lock is held until the network has been used
+            self.mailbox.action[rows] = actions.cpu().numpy()  # waits for the device: only then may the lock go
             self.rollouts.versions[t, slots] = self.version
         self.t[workers] += 1
         ended = rows[self.mailbox.episode[rows].any(axis=1)]
@@ -1010,7 +1020,7 @@ class Inference:
         self.counts["forwards"] += 1
 
     def choose(self, obs, places):
-        """What the device does in `act`, with what `store` returns. Returns actions [N, numbers]."""
+        """The device's part of `act`, with the results of `store`. Returns actions [N, numbers]."""
         rollouts = self.rollouts
         obs, (rows, t, slots, first) = self.store_obs(obs, places)
         gaussians, values, self.state[rows] = self.agent(obs, first.bool()[None], self.state[rows])
@@ -1026,25 +1036,25 @@ class Inference:
 
 
 class Learner:
-    """Takes the FULL blocks of one iteration at a time, and improves the policy."""
+    """Takes the FULL blocks of one iteration at a time and improves the policy."""
 
     def __init__(self, args: Args, inference: Inference):
         self.args = args
-        self.spaces = inference.spaces  # for a network of your own, such as that of a curiosity reward
+        self.spaces = inference.spaces  # for a second network, such as one for a curiosity reward
         self.inference = inference
         self.agent = inference.agent
         self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
         if args.cuda_graphs:
             self.differentiate = recorded(self.differentiate, self.device)
-        self.global_step = 0  # valid transitions learned from
+        self.global_step = 0  # number of valid transitions learned from
 
     def collect(self) -> list[slice]:
-        """Waits for the blocks of an iteration: FULL -> LEARNING. Raises what ends the run: an error of the inference
-        thread, or KeyboardInterrupt for a signal."""
+        """Waits for the blocks of an iteration: FULL -> LEARNING. Raises the error of the inference thread, or
+        KeyboardInterrupt after a signal."""
         start = time.perf_counter()
         blocks = []
-        for _ in self.inference.pipes:  # as many as there are workers; a fast one may come twice
+        for _ in self.inference.pipes:  # as many as there are workers; a fast worker may contribute two
             blocks.append(self.inference.next_full())
             if self.inference.end:
                 raise self.inference.end
@@ -1052,7 +1062,7 @@ class Learner:
         return blocks
 
     def iterate(self, blocks: list[slice]):
-        """Learns from the blocks of an iteration. They stay LEARNING until its last optimiser step is made. Returns the
+        """Learns from the blocks of an iteration, which stay LEARNING until its last optimizer step. Returns the
         metrics of that step."""
         args = self.args
         rollouts = self.inference.rollouts
@@ -1070,7 +1080,7 @@ class Learner:
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered their copies
+        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
         return metrics | {
             "charts/learning_rate": learning_rate,
             "lag/mean": lags.sum() / max(1, len(lags)),
@@ -1078,7 +1088,7 @@ class Learner:
         }
 
     def gather(self, slots: np.ndarray) -> SimpleNamespace:
-        """A batch: copies of these slots of all fields of Rollouts, on the device."""
+        """Returns a batch: copies of these slots of all fields of Rollouts, on the device."""
         d_slots = torch.from_numpy(slots).to(self.device)
 
         def take(field):
@@ -1089,19 +1099,19 @@ class Learner:
         return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
 
     def differentiate(self, batch: dict):
-        """What the device does in `update` before the optimiser's step: `appo_loss`, and its gradients, clipped.
-        Returns the targets, metrics, and the loss and the gradients' norm in one tensor."""
+        """The device's part of `update` before the optimizer step: the loss and its clipped gradient. Returns the
+        targets, the metrics, and a tensor of the loss and the gradient norm."""
         loss, targets, metrics = appo_loss(self.args, self.agent, SimpleNamespace(**batch))
-        self.optimizer.zero_grad(set_to_none=not self.args.cuda_graphs)  # what is recorded adds to them where they are
+        self.optimizer.zero_grad(set_to_none=not self.args.cuda_graphs)  # a recording accumulates in place
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm or torch.inf)
         return targets, metrics | {"losses/grad_norm": grad_norm}, torch.stack([loss.detach(), grad_norm])
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """One optimiser step: a new version. Returns its metrics. Raises FloatingPointError if it is not finite."""
+        """Makes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if it is not finite."""
         targets, metrics, checked = self.differentiate(vars(batch))
         loss, grad_norm = checked.tolist()
-        # This check waits for the device: so nothing broken is published or saved, and inference does not wait at the
+        # This check waits for the device, so nothing broken is published or saved, and inference never waits at the
         # lock for a backward pass.
         if not np.isfinite(loss + grad_norm):
             raise FloatingPointError(
@@ -1109,9 +1119,9 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         valid = ~batch.first[1:]
-        start = int(torch.randint(min(4, len(valid)), ()))  # statistics of every fourth step: neighbours hardly differ
+        start = int(torch.randint(min(4, len(valid)), ()))  # every fourth step is enough: neighbours hardly differ
         with self.inference.lock:
-            if last_epoch:  # each rollout once
+            if last_epoch:  # count each rollout once
                 for name, normalizer in self.agent.normalizers.items():
                     normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
             self.optimizer.step()
@@ -1127,58 +1137,58 @@ class Learner:
 
 # === Run ==============================================================================================================
 
-# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, at which
-# the actors end. What leads there is
-# - the last step: the loop is over;
+# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, which
+# ends the actors. The causes are
+# - the last step: the loop ends;
 # - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
-#   signal a second later ends the process at once; the actors find their pipes closed, as after kill -9);
-# - an actor's death or an exception in its environments, or an error in the inference thread: in the same way;
-# - an error in the learner: as it is.
+#   signal more than a second later exits at once; the actors see EOF, as after kill -9);
+# - the death of an actor, an exception in an environment or an error in the inference thread: the same way;
+# - an error in the learner: it propagates.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
     SIGNALS.append(signal.SIGHUP)
-AT_LEAST = dict(num_workers=0, seed=0, initial_stddev=1e-3)  # all other whole numbers 1, and the rest 0
-FIXED = ("env_id", "rnn_type", "hidden_size")  # a resumed run has the same
+AT_LEAST = dict(num_workers=0, seed=0, initial_stddev=1e-3)  # otherwise 1 for integers, 0 for floats
+FIXED = ("env_id", "rnn_type", "hidden_size")  # a resumed run must have the same
 
 
 def check(args: Args):
     """Raises UserError."""
     for name, value in asdict(args).items():
         least = AT_LEAST.get(name, int(type(value) is int))
-        if isinstance(value, int | float) and not value >= least:  # neither is NaN
+        if isinstance(value, int | float) and not value >= least:  # also rejects NaN
             raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {least}")
     try:
         torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:  # of several lines
+    except (RuntimeError, AssertionError) as error:  # the message has several lines
         raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
 
 
 def seed_generators(seed: int):
-    """The generators of network and sampling; in an actor those that its environments may draw from, which would
-    otherwise give the same numbers in all actors."""
-    seed %= 2**32  # what NumPy takes
+    """Seeds the generators of the network and of sampling; in an actor, those that its environments may use, which
+    would otherwise produce the same numbers in every actor."""
+    seed %= 2**32  # the range that NumPy accepts
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def handle_signals(inference: Inference):
-    """A signal is a message to the learner, so that no update is cut in two. The fork server is started while signals
-    are ignored, and inherits that, as does an actor until it is in a process group of its own. Called when an
-    environment's module has been imported, which may have set handlers of its own."""
+    """Turns signals into a message to the learner, so that no update is interrupted. The fork server starts while
+    signals are ignored and inherits that, as does an actor until it has its own process group. Called after the
+    environment's module was imported, because that may set handlers of its own."""
     times = []
 
     def handler(*_):
         times.append(time.monotonic())
-        if times[-1] - times[0] > 1:  # a launcher or a shell may send the first one twice
+        if times[-1] - times[0] > 1:  # launchers and shells may send the first signal twice
             os._exit(130)
         inference.end_with(KeyboardInterrupt())
 
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if inference.args.num_workers:
-        os.environ["OMP_NUM_THREADS"] = "1"  # of actors: else a product of NumPy's takes all cores
+        os.environ["OMP_NUM_THREADS"] = "1"  # for actors: otherwise a NumPy product takes all cores
         forkserver.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", "envpool"])
         forkserver.ensure_running()
     for number in SIGNALS:
@@ -1186,24 +1196,24 @@ def handle_signals(inference: Inference):
 
 
 def lock(folder: Path):
-    """Makes the folder this process's own until it ends, however it does. Raises UserError."""
+    """Locks the folder for as long as this process lives. Raises UserError if another run uses it."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release it
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed, because closing releases the lock
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another run is using {folder}: stop it, or choose another --experiment") from None
-    except OSError:  # this file system has no locks
+    except OSError:  # the file system does not support locks
         pass
 
 
 @contextlib.contextmanager
 def running(inference: Inference):
-    """Context with the inference thread, and the actors with their environments, whose seeds depend on the version: a
-    resumed run has other episodes."""
+    """Runs the inference thread and the actors. Their seeds depend on the version, so that a resumed run sees other
+    episodes."""
     args = inference.args
     thread = threading.Thread(target=inference.run, name="inference", daemon=True)
-    # fork is unsafe beside threads and CUDA; spawn costs 100 MB for each actor
+    # fork is unsafe with threads and CUDA; spawn costs 100 MB per actor
     process_or_thread = mp.get_context("forkserver").Process if args.num_workers else threading.Thread
     actors = []
     try:
@@ -1215,7 +1225,7 @@ def running(inference: Inference):
             actor.start()
             actors.append(actor)
             if args.num_workers:
-                pipe.close()  # the actor's copy is the only one, and ends with it
+                pipe.close()  # now only the actor has it: EOF when it dies
         yield
     finally:
         inference.learner_end.close()
@@ -1229,32 +1239,32 @@ def running(inference: Inference):
                 print(f"worker {worker} has not ended within 5 s: its environments are slow, or hang")
             if args.num_workers:
                 actor.kill()
-                with contextlib.suppress(OSError):  # there is none
-                    os.killpg(actor.pid, signal.SIGKILL)  # the programs that environments of a killed actor had started
+                with contextlib.suppress(OSError):  # it no longer exists
+                    os.killpg(actor.pid, signal.SIGKILL)  # children of a killed actor's environments
 
 
 def save_checkpoint(folder: Path, learner: Learner):
-    """Tensors and plain values only. Written under another name first: a checkpoint is whole or absent."""
+    """Writes latest.pth: tensors and plain values, under a temporary name first, so that it is complete or absent."""
     content = dict(
         agent=learner.agent.state_dict(),
         optimizer=learner.optimizer.state_dict(),
         version=learner.inference.version,
         global_step=learner.global_step,
     )
-    buffer = io.BytesIO()  # a full disk is then an OSError
+    buffer = io.BytesIO()  # so that a full disk raises OSError
     torch.save(content, buffer)
     (folder / "saving.tmp").write_bytes(buffer.getbuffer())
     os.replace(folder / "saving.tmp", folder / "latest.pth")
 
 
 def read_checkpoint(folder: Path):
-    """Returns None where there is none."""
+    """Returns the content of the checkpoint, or None if there is none."""
     path = folder / "latest.pth"
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
 
 
 def load_checkpoint(folder: Path, learner: Learner):
-    """Raises UserError where it is damaged, or of another network."""
+    """Restores the learner. Raises UserError if the checkpoint is damaged or belongs to another network."""
     try:
         content = read_checkpoint(folder)
         if content is None:
@@ -1263,7 +1273,7 @@ def load_checkpoint(folder: Path, learner: Learner):
         learner.optimizer.load_state_dict(content["optimizer"])
         learner.inference.version = content["version"]
         learner.global_step = content["global_step"]
-    except Exception as error:  # of any type, and of many lines
+    except Exception as error:  # of any type, often with many lines
         what = " ".join(str(error).split()).split(". ")[0]
         raise UserError(
             f"{folder}/latest.pth is damaged, or of another network; move it away to start anew ({what})"
@@ -1271,15 +1281,15 @@ def load_checkpoint(folder: Path, learner: Learner):
 
 
 class Reporter:
-    """The progress bar and TensorBoard. Every rate is over the time since the last report."""
+    """Updates the progress bar and TensorBoard. Rates are averages since the last report."""
 
     SECONDS = 5  # between two reports
 
     def __init__(self, args: Args, learner: Learner, folder: Path):
-        """To be made before the inference thread starts: its waits are shares of the time from here on."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only the main process writes
+        """Must be created before the inference thread starts, whose waiting times are counted from here on."""
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed here
 
-        sizeless = sys.stderr.isatty() and 0 in os.get_terminal_size(sys.stderr.fileno())  # tqdm would show nothing
+        sizeless = sys.stderr.isatty() and 0 in os.get_terminal_size(sys.stderr.fileno())  # tqdm would draw nothing
         self.learner = learner
         self.writer = SummaryWriter(str(folder), flush_secs=10, purge_step=learner.global_step + 1)
         self.writer.add_text("args", json.dumps(asdict(args), indent=2))
@@ -1287,7 +1297,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=sizeless or not args.num_workers or None,  # it would hide a debugger; None: without a terminal
+            disable=sizeless or not args.num_workers or None,  # it would garble a debugger; None: off unless a terminal
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining}{postfix}",
         )
@@ -1296,7 +1306,7 @@ class Reporter:
         self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
 
     def update(self, metrics):
-        """Called after every iteration, with its metrics. Reports every `SECONDS`."""
+        """Called with the metrics of every iteration. Reports every `SECONDS`."""
         self.metrics = metrics
         self.bar.update(min(self.learner.global_step, self.bar.total) - self.bar.n)
         if time.monotonic() - self.last["seconds"] >= self.SECONDS:
@@ -1311,9 +1321,9 @@ class Reporter:
         waits = change["learner"] / seconds
         scalars = self.metrics | {
             "charts/SPS": sps,
-            "stats/learner_wait": waits,  # shares of the time: the learner waits for full blocks,
+            "stats/learner_wait": waits,  # fractions of time: the learner waits for FULL blocks,
             "stats/inference_idle": change["requests"] / seconds,  # inference waits for requests,
-            "stats/inference_blocked": change["blocks"] / seconds,  # or has requests and waits for free blocks
+            "stats/inference_blocked": change["blocks"] / seconds,  # or has requests but no FREE block
             "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
         }
         if episodes := self.learner.inference.episodes.copy():
@@ -1327,7 +1337,7 @@ class Reporter:
             print(f"step {self.learner.global_step:,}: {text}", flush=True)
 
     def close(self):
-        """Reports what came since the last report."""
+        """Makes a last report."""
         if self.learner.global_step > self.last["steps"]:
             self.report()
         self.bar.close()
@@ -1335,11 +1345,11 @@ class Reporter:
 
 
 def train(args: Args, folder: Path) -> int:
-    """Returns the exit code: 0, or 130 when a signal stopped the run."""
+    """Trains, and returns the exit code: 0, or 130 if a signal stopped the run."""
     check(args)
     device = torch.device(args.device)
-    torch.backends.cudnn.allow_tf32 = False  # float32 means it: mu and pi must agree at lag 0
-    torch.set_num_threads(max(1, num_cores() // 2))  # for learner and inference each
+    torch.backends.cudnn.allow_tf32 = False  # no TF32: mu and pi must agree at lag 0
+    torch.set_num_threads(max(1, num_cores() // 2))  # each for the learner and for inference
     seed_generators(args.seed)
     spaces = spaces_of(args)
     agent = Agent(spaces, args).to(device)
@@ -1356,7 +1366,7 @@ def train(args: Args, folder: Path) -> int:
     print(place, flush=True)
     if args.typed["num_workers"] is None and args.num_workers < cores:
         print(f"for a worker on each core: --num-envs {max(1, round(args.num_envs / cores)) * cores}")
-    wait_for(device)  # the above ran in the default stream; learner and inference have their own
+    wait_for(device)  # everything above used the default stream; learner and inference use their own
     (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=args.typed), indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
@@ -1373,7 +1383,7 @@ def train(args: Args, folder: Path) -> int:
         except KeyboardInterrupt:
             code = 130
         finally:
-            # else nothing was learned, or the last step may have spoiled the weights
+            # Skip if nothing was learned, or if the last step may have spoiled the weights
             if learner.global_step and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, learner)
             reporter.close()
@@ -1387,7 +1397,7 @@ def train(args: Args, folder: Path) -> int:
 
 
 def saved_args(folder: Path) -> Args:
-    """Returns those of an experiment that is to be resumed. Raises UserError."""
+    """Returns the flags of the experiment to resume. Raises UserError if cfg.json is not valid."""
     path = folder / "cfg.json"
     try:
         cfg = json.loads(path.read_text())
@@ -1401,9 +1411,9 @@ def saved_args(folder: Path) -> Args:
 
 
 def parse_args() -> tuple[Args, Path]:
-    """Args, and the run's folder. Raises UserError."""
-    sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
-    # 1e6 as 1000000, which int() takes
+    """Returns the flags and the run's folder. Raises UserError."""
+    sys.path.append(os.getcwd())  # so that --env-id can name a module here
+    # Write 1e6 as 1000000, which int() accepts
     words = [f"{float(w):.0f}" if re.fullmatch(r"\d+(\.\d)?e[1-9]", w) else w for w in sys.argv[1:]]
     args = tyro.cli(Args, args=words)
     if args.experiment is None:
@@ -1412,12 +1422,12 @@ def parse_args() -> tuple[Args, Path]:
     if "/" in args.experiment or not args.experiment.strip("."):
         raise UserError(f"--experiment {args.experiment!r} is not the name of a folder in {args.train_dir}")
     folder = Path(args.train_dir, args.experiment).absolute()  # an environment may change the working directory
-    if (folder / "cfg.json").exists():  # it keeps its flags, except for those typed now
+    if (folder / "cfg.json").exists():  # keep its flags, except those typed now
         saved = saved_args(folder)
-        if ":" in saved.env_id and args.env_id != saved.env_id:  # a run's folder never names code to be run
+        if ":" in saved.env_id and args.env_id != saved.env_id:  # a run's folder must not decide which code runs
             raise UserError(f"type --env-id {saved.env_id} again: it imports a module")
-        saved.typed |= dict(train_dir=args.train_dir, experiment=args.experiment)  # where it is now
-        vars(saved).update(saved.typed)  # else tyro would take for typed what was filled in
+        saved.typed |= dict(train_dir=args.train_dir, experiment=args.experiment)  # its present location
+        vars(saved).update(saved.typed)  # otherwise tyro would treat derived values as typed
         args = tyro.cli(Args, args=words, default=saved)
         for name, before in saved.typed.items():
             now = args.typed[name]
@@ -1432,7 +1442,7 @@ def parse_args() -> tuple[Args, Path]:
 
 def main() -> int:
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as a daemon's
+        if getattr(sys, name) is None:  # closed, as in a daemon
             setattr(sys, name, open(os.devnull, "w"))
             os.set_inheritable(getattr(sys, name).fileno(), True)
     try:

@@ -258,8 +258,8 @@ LOSS_IS = {
 }
 LAGS = "        batch.lags = self.version - batch.versions\n"
 OBS = "        obs, (rows, t, slots, first) = self.store_obs(obs, places)\n"
-CAPTURING = "cannot be a CUDA graph (--no-cuda-graphs): CUDA error: operation not permitted when stream is capturing"
-CHANGES = "cannot be a CUDA graph (--no-cuda-graphs): a number that it uses changes"
+CAPTURING = "cannot be recorded as a CUDA graph (use --no-cuda-graphs): CUDA error: operation not permitted when stream is capturing"
+CHANGES = "cannot be recorded as a CUDA graph (use --no-cuda-graphs): it uses a number that changes"
 WRONG = ("not close", "not finite", "freed")
 # What is wrong with what is recorded -> the scenario, what reports or the error say of it, and the edits
 UNRECORDABLE = {
