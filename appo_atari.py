@@ -12,21 +12,24 @@
 # ]
 # ///
 # appo_atari.py $Id$
-"""Asynchronous PPO with V-trace on Atari (EnvPool): the whole pipeline of Sample Factory / IMPALA in one file.
+"""Asynchronous PPO with V-trace on Atari (EnvPool): the complete Sample Factory / IMPALA pipeline in one file.
 
     python appo_atari.py --env-id Breakout-v5
     python evaluate.py train_dir/NAME    # plays the trained policy
 
-As Machado et al. (2018) recommend, but for their frameskip of 5 and games of 5 minutes: --no-episodic-life
---sticky-actions 0.25 --full-action-space --no-fire-reset --noop-max 1 (EnvPool always plays one).
+To follow the recommendations of Machado et al. (2018), except for their frameskip of 5 and games of 5 minutes, add
+--no-episodic-life --sticky-actions 0.25 --full-action-space --no-fire-reset --noop-max 1 (EnvPool always plays at least
+one no-op).
 
-A deliberate edit of appo_doom.py. What differs:
-- the games (`AtariEnvs`); where a lost life ends an episode, the game goes on: scores are of whole games;
-- convolutions of Mnih et al. (2015) or of IMPALA, ReLU, CleanRL's initial gains, no recurrent core by default,
-  no vectors beside the images;
-- the entropy is rewarded, as in CleanRL, instead of the divergence from the uniform policy penalised; other defaults of
-  batch, learning rate, clips and the gradient's norm, CleanRL's too; ten times the steps;
-- there are no engines: no look at /dev/shm, no scenarios of one's own.
+This file is an edit of appo_doom.py. What differs:
+
+- The environment is `AtariEnvs`. When a lost life ends an episode, the game continues; scores are of whole games.
+- The network has the convolutions of Mnih et al. (2015) or of IMPALA, ReLU, CleanRL's initial gains and, by default, no
+  recurrent core. It does not use vectors.
+- The loss has an entropy bonus, as in CleanRL, instead of the penalty on the divergence from the uniform policy.
+- The defaults of batch size, learning rate, clips and gradient norm are CleanRL's. The default number of steps is ten
+  times that of Doom.
+- There are no engine processes, so /dev/shm is not checked. Scenarios of your own are not supported.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -43,13 +46,13 @@ A deliberate edit of appo_doom.py. What differs:
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
 
-Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
-endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *block* is the slots of a group's rows. An *iteration* begins when the
-learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, passes
-`num_epochs` times over them, each batch an optimiser step, and ends when it gives them back. A *step* is one decision
-of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every optimiser step makes a *version* of the
-policy; the *lag* of a sample is the newest version minus the one that chose its action.
+Terms: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is the endless stream
+of experience of one environment; a *group* is the rows of one split of one worker, which request actions together. A
+*slot* holds one rollout (T steps of one row), and a *block* is one slot for each row of a group. In an *iteration* the
+learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples (at least one block), makes
+`num_epochs` passes over their rollouts in such batches, with one optimizer step per batch, and gives the blocks back. A
+*step* is one decision of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every optimizer step
+creates a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
 
 One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
 an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
@@ -58,8 +61,8 @@ the next episode. Two flags are therefore enough:
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
-cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
+A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action, or the replacement of an actor)
+cuts the V-trace trace and is excluded from every loss, mean and step count. A time limit needs no flag of its own: its
 last step bootstraps from the value of the true last observation.
 """
 
@@ -131,12 +134,12 @@ class Args:
     # --- run
     env_id: str = "Breakout-v5"  # one of EnvPool's 104 Atari games
     frameskip: int = 4  # game ticks (frames) per step of the agent; the image is the maximum of the last two
-    episodic_life: bool = True  # a lost life ends an episode, but not the game: scores are of whole games
-    noop_max: int = 30  # an episode begins with 1 to so many no-op frames; with `fire_reset` the last of them is FIRE
-    fire_reset: bool = True  # each episode of a game that has a FIRE button begins with it
-    sticky_actions: float = 0.0  # probability that the game repeats its last action instead of taking the new one
-    full_action_space: bool = False  # all 18 actions instead of the game's own
-    reward_scale: float = 1.0  # rewards are multiplied by this
+    episodic_life: bool = True  # a lost life ends an episode, but not the game; scores are of whole games
+    noop_max: int = 30  # episodes begin with 1 to this many no-op frames; with `fire_reset` the last of them is FIRE
+    fire_reset: bool = True  # episodes begin with FIRE in games that have this button
+    sticky_actions: float = 0.0  # probability that the game repeats its previous action instead of taking the new one
+    full_action_space: bool = False  # use all 18 actions instead of the game's own
+    reward_scale: float = 1.0  # factor of all rewards
     reward_clip: float = 1.0  # clip of the scaled rewards, to +- this; inf: no clipping
     seed: int = 1  # seed of the network, the action sampling and the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
@@ -160,7 +163,7 @@ class Args:
     """number of parts into which a worker's environments are split: one is stepped while the others wait for actions.
     Default: 2 with CUDA, else 1, because on a CPU the network needs the idle core"""
     set_workers_cpu_affinity: bool = True
-    """pin worker i to the i-th core of this process; turn it off for several runs at once"""
+    """pin worker i to core i of this process; turn it off if several runs share the machine"""
     actor_timeout: float = 120.0
     """seconds that one start or step of a game may take before its actor is considered hung and replaced; 0: no
     limit"""
@@ -173,7 +176,7 @@ class Args:
     num_epochs: int = 1  # passes over the rollouts of an iteration
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hide jitter but add lag
     max_policy_lag: int = 100  # samples this many versions old, or older, are excluded from the losses
-    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2.5e-4  # of Adam
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2.5e-4  # Adam's learning rate
     anneal_lr: bool = False  # decay the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace: clip of the importance weight of temporal differences (rho bar)
@@ -185,13 +188,13 @@ class Args:
     ent_coef: float = 0.01  # coefficient of the entropy bonus
     max_grad_norm: float = 0.5  # clip of the gradient norm; 0: no clipping
     encoder: Literal["nature", "impala"] = "nature"
-    """the convolutions of Mnih et al. (2015), or the residual ones of Espeholt et al. (2018)"""
+    """nature: the convolutions of Mnih et al. (2015); impala: the residual network of Espeholt et al. (2018)"""
     rnn_type: Literal["gru", "lstm", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 512  # units of the last layer of each image encoder, and of the recurrent core
 
     def __post_init__(self):
         """Derives the flags that depend on others."""
-        self.env_id = self.env_id.rpartition("/")[2]  # Gymnasium's names, such as ALE/Pong-v5
+        self.env_id = self.env_id.rpartition("/")[2]  # accepts Gymnasium's names, such as ALE/Pong-v5
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         cuda = device.startswith("cuda")
         if self.precision is None:
@@ -211,22 +214,24 @@ class Args:
 
 # === Environment ======================================================================================================
 
-# What is summed over each game, and reported as the mean over the last 100: the game's own reward, 1 a step, and
-# numbers in the environment's `info`, whose names are added here
+# Sums over each game, reported as means over the last 100 games: the game's own reward, steps, and keys of `info` that
+# are added here
 OWN_SUMS = ()
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
 
 class AtariEnvs(gym.vector.VectorEnv):
-    """EnvPool's Atari games with the usual preprocessing (Mnih et al. 2015): 84x84, grey, the last 4 images.
-    Observation: `obs`, uint8 [84, 84, 4], the newest last: rearranged once, for acting and learning, as convolutions on
-    a CPU want it (EnvPool has [4, 84, 84]). A game ends after 108,000 frames, half an hour. The pool is made in
-    `reset`, where it gets its seed; it resets on the step after an episode's end. Raises UserError.
+    """EnvPool's Atari games with the usual preprocessing (Mnih et al. 2015). The observation `obs`, uint8 [84, 84, 4],
+    has the last 4 images in grey, the newest last. EnvPool's [4, 84, 84] is rearranged once, for acting and learning,
+    into the layout that suits convolutions on a CPU. A game ends after 108,000 frames, half an hour. The pool is
+    created in `reset`, where it gets its seed, and resets on the step after an episode ends. Raises UserError if the
+    game is unknown.
 
-    `info["raw_reward"]` is the game's own, before scale and clip: scores are sums of it. `info["game_over"]`: the whole
-    game ended. With `episodic_life` a lost life ends an episode, and the step after it, whose action is ignored too,
-    continues the same game with the no-ops and FIRE; points scored there are not counted. Some games (RoadRunner) may
-    end during these no-ops, which EnvPool does not report: that step begins a new game, and has `game_over`."""
+    `info["raw_reward"]` is the game's reward before scale and clip; scores are its sums. `info["game_over"]` is set
+    when the whole game has ended. With `episodic_life` a lost life ends an episode. The next step, whose action is
+    ignored as after any episode, continues the same game with the no-ops and FIRE; points scored there do not count.
+    Some games (RoadRunner) may end during these no-ops, which EnvPool does not report; that step begins a new game and
+    sets `game_over`."""
 
     def __init__(self, args: Args, num_envs: int):
         self.metadata = dict(
@@ -261,8 +266,8 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.images = np.zeros((num_envs, 84, 84, 4), np.uint8)
 
     def rearranged(self, images: np.ndarray):
-        """uint8 [num_envs, 4, 84, 84] -> [num_envs, 84, 84, 4], overwritten by the next call."""
-        for i in range(4):  # four copies of 84x84: 12 us a game; NumPy's one copy of the transposed array takes 40
+        """Returns the observations for images uint8 [num_envs, 4, 84, 84]. The next call overwrites them."""
+        for i in range(4):  # four copies take 12 us per game; NumPy's single copy of the transposed array takes 40
             self.images[..., i] = images[:, i]
         return dict(obs=self.images)
 
@@ -285,7 +290,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         return self.rearranged(images), reward, terminated, truncated, info
 
     def render(self):
-        """The first game's screen, uint8 [1, 210, 160, 3]."""
+        """Returns the first game's screen, uint8 [1, 210, 160, 3]."""
         return self.pool.render()
 
     def close(self, **options):
@@ -295,13 +300,14 @@ class AtariEnvs(gym.vector.VectorEnv):
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
-    """The environments of one split of a worker; options are not needed. Edit this function to train on something else.
+    """Returns the environments of one split of a worker; options are ignored. Edit this function to use other
+    environments.
 
-    What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
-    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36: one
-    image more is one key more, and no other edit. Scores are sums of `raw_reward` in every step's `info`, where it is
-    given, else of rewards; `game_over` there says where they end, if not with each episode. Actors cannot start
-    processes of multiprocessing (AsyncVectorEnv)."""
+    The result must reset on the step after an episode ends (NEXT_STEP), start nothing before `reset`, take
+    MultiDiscrete actions that start at 0, and return a Dict of images, uint8 [height, width, channels] of at least 36 x
+    36. To add an image, add a key; nothing else changes. Scores are sums of `raw_reward` in the `info` of every step,
+    or of rewards if it is missing. A score is complete when `game_over` in `info` is set or, if `info` has no
+    `game_over`, when the episode ends. Actors cannot start multiprocessing children (AsyncVectorEnv)."""
     return AtariEnvs(args, num_envs)
 
 
@@ -392,7 +398,7 @@ class FlattenInMemory(nn.Flatten):
 
 
 class Residual(nn.Module):
-    """Two convolutions, added to what came in (Espeholt et al. 2018, figure 3)."""
+    """Adds the output of two convolutions to their input (Espeholt et al. 2018, figure 3)."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -408,7 +414,7 @@ class Residual(nn.Module):
 
 
 def nature_convolutions(channels):
-    """Channels, kernel, stride: 32/8/4, 64/4/2, 64/3/1 (Mnih et al. 2015)."""
+    """Returns convolutions 32/8/4, 64/4/2, 64/3/1 (channels, kernel, stride; Mnih et al. 2015)."""
     return nn.Sequential(
         init_layer(nn.Conv2d(channels, 32, 8, 4)),
         nn.ReLU(inplace=True),
@@ -420,8 +426,8 @@ def nature_convolutions(channels):
 
 
 def impala_convolutions(channels):
-    """Three stages of a convolution, a pool and two residual blocks with 16, 32, 32 channels (Espeholt et al. 2018,
-    figure 3). Weights as PyTorch's."""
+    """Returns three stages with 16, 32 and 32 channels, each a convolution, a pool and two residual blocks (Espeholt et
+    al. 2018, figure 3). Weights are initialised by PyTorch's defaults."""
     layers = []
     for to in (16, 32, 32):
         layers += [nn.Conv2d(channels, to, 3, padding=1), nn.MaxPool2d(3, 2, padding=1), Residual(to), Residual(to)]
@@ -430,7 +436,8 @@ def impala_convolutions(channels):
 
 
 def image_encoder(space, args: Args):
-    """[N, channels, height, width] -> [N, hidden_size]: `encoder`'s convolutions and a layer, ReLU."""
+    """Returns a network from [N, channels, height, width] to [N, hidden_size]: the convolutions that `encoder` names
+    and a linear layer with ReLU."""
     height, width, channels = space.shape
     convolutions = dict(nature=nature_convolutions, impala=impala_convolutions)[args.encoder](channels)
     conv = nn.Sequential(convolutions, FlattenInMemory())
@@ -439,14 +446,15 @@ def image_encoder(space, args: Args):
 
 
 class Agent(nn.Module):
-    """Convolutions for each image, then a recurrent core, if asked for, then value and logits. What is no image is
-    stored, but not seen. Weights orthogonal with CleanRL's gains, but for IMPALA's convolutions.
+    """Concatenates the features of a convolutional encoder for each image; an optional recurrent core, a value head and
+    a policy head follow. Observations that are not images are stored, but not used. Weights are orthogonal, with
+    CleanRL's gains, except in IMPALA's convolutions.
 
-    A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
-    row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`, which
-    changes nothing. To forbid actions, give `masked_fill(obs["NAME"] == 0, -torch.inf)` of the logits; each head must
-    keep an action, at an episode's last observation, too. Flags of this network: precision, encoder, rnn_type,
-    hidden_size."""
+    A network of your own takes (spaces, args) and needs `heads` (from Spaces), `state_size` (floats of recurrent state
+    per row, 0 for none), `normalizers` (by observation name), `reduced` (modules whose weights act in bfloat16) and a
+    `forward` without side effects. To mask actions, return `logits.masked_fill(obs["NAME"] == 0, -torch.inf)`; every
+    head must keep at least one action, even at the last observation of an episode. The flags precision, encoder,
+    rnn_type and hidden_size belong to this network."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
@@ -699,8 +707,7 @@ class Mailbox:
         self.reward = torch.full((rows,), torch.nan)  # of the previous action; NaN until the environment has started
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # the previous action ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
-        self.episode = torch.zeros(rows, len(EPISODE))  # of the game that ended just now; zeros: none did
-        self.episode = torch.zeros(rows, len(EPISODE))  # sums of the episode that just ended, else zeros
+        self.episode = torch.zeros(rows, len(EPISODE))  # sums of the game that just ended, else zeros
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # the next action
 
@@ -716,18 +723,17 @@ class Rollouts:
     for the device. `Learner.gather` copies every field. Rewards and log-probabilities start as NaN, so that reading an
     unwritten slot makes the loss NaN.
 
-    A block of slots is FILLING from when its group gets it until the rollouts are complete, then FULL (both in
-    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
-    makes it FREE."""
+    The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
+    `Learner.iterate`, which returns it, and `Inference.receive`."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1 because the last value bootstraps from obs[T]
-        self.obs = zeros_for(spaces, T + 1, slots, device=device)
+        # on the device, written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
+        self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
         self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
-        # on the host
+        # on the host, written by `Inference.store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
@@ -749,7 +755,7 @@ class WorkerEnvs:
         self.seed = seed % 2**30  # accepted by every engine
         self.envs = make_envs(args, n)
         self.over = np.zeros(n, bool)  # the last step ended an episode, so the next one only resets
-        self.sums = np.zeros((n, len(EPISODE)))  # of the games under way
+        self.sums = np.zeros((n, len(EPISODE)))  # of the running games
 
     def reset(self):
         observation, _ = self.envs.reset(seed=self.seed)
@@ -984,7 +990,7 @@ class Inference:
             wait_for(self.device)
 
     def run(self):
-        """Body of the inference thread. The busier it is, the more workers wait, and the larger its batches become."""
+        """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
                 while not self.learner_end.closed:
@@ -1243,13 +1249,23 @@ class Learner:
 
 # === Run ==============================================================================================================
 
-# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, which
-# ends the actors. The causes are
-# - the last step: the loop ends;
-# - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
-#   signal more than a second later exits at once; the actors see EOF, as after kill -9);
-# - an actor that keeps dying, or an error in the inference thread: the same way;
-# - an error in the learner: it propagates.
+# How a run ends
+# 1. The cause:
+#    - the last step: the loop in `train` ends;
+#    - Ctrl-C, SIGTERM, SIGHUP: `handler` -> `Inference.end_with` -> `Learner.collect` raises KeyboardInterrupt (a
+#      second signal more than a second later exits at once; the actors see EOF, as after kill -9);
+#    - an actor keeps dying, or an environment keeps raising: `replace` (below) raises UserError -> `Inference.run` ->
+#      `end_with` -> `collect` raises it;
+#    - any other error in the inference thread: `run` -> `end_with` -> `collect` raises it;
+#    - an error in the learner: it propagates.
+# 2. `train` saves and reports. Leaving `running` ends the inference thread and closes the pipes.
+# 3. In each actor `answer` returns None; `run_actor` closes the environments and kills its process group.
+#
+# How an actor is replaced
+# 1. It crashes or raises: its pipe ends, or has the error that `run_actor` sends. It hangs or is stopped:
+#    `Inference.notice_silence` kills it, and its pipe ends.
+# 2. `Inference.receive` closes the pipe, drops the worker's requests, makes a new pipe and calls `replace`.
+# 3. `replace`, in `running`, ends what is left of the old actor, logs, and starts another, or raises UserError.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
@@ -1370,8 +1386,6 @@ def running(inference: Inference, folder: Path):
             code = actors[worker].exitcode
             hung = f"no answer for {args.actor_timeout:g} s (--actor-timeout)"
             text = text or (hung if code == -signal.SIGALRM else f"died (exit code {code})")
-            if code == -signal.SIGSEGV and not asked:
-                text += " while its engines started: is the scenario for several players?"
         early_deaths[worker] += 1
         if asked >= SHORT_LIFE:
             early_deaths[worker] = 0
@@ -1399,8 +1413,8 @@ def running(inference: Inference, folder: Path):
 
 
 def save_checkpoint(folder: Path, learner: Learner):
-    """The latest one, also as best.pth where the mean return of the last 100 games is the best so far. Tensors and
-    plain values only. Written under another name first: a checkpoint is whole or absent."""
+    """Writes a checkpoint, and best.pth if the mean return of the last 100 games is the best so far: tensors and plain
+    values, under a temporary name first, so that a file is complete or absent."""
     folder = folder / "checkpoints"
     folder.mkdir(exist_ok=True)
     names = [f"checkpoint_{learner.global_step:012d}.pth"]

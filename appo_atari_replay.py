@@ -12,22 +12,26 @@
 # ]
 # ///
 # appo_atari_replay.py $Id$
-"""Asynchronous PPO with V-trace on Atari with replay: each batch has old rollouts beside fresh ones.
+"""Asynchronous PPO with V-trace and replay on Atari (EnvPool): every batch contains fresh and old rollouts.
 
     python appo_atari_replay.py --env-id Pong-v5    # half of each batch is replayed, drawn uniformly
     python appo_atari_replay.py --env-id Breakout-v5 --replay elite --replay-rollouts 2000
     python evaluate.py train_dir/NAME    # plays the trained policy
 
-A deliberate edit of appo_atari.py. What differs:
-- a block that was learned from is KEPT until it is the oldest one and room is needed (`Learner.keep`);
-- `Learner.choose_replayed` says which rollouts of these are learned from again, beside the fresh ones of an iteration;
-- of replayed samples `appo_loss` has another policy gradient, advantages around a mean of their own, no clip of the
-  value, no least ratio and no limit of age, and it holds the policy near the one that acted, whose logits are stored;
-- the inputs' statistics count replayed rollouts again, and the metrics of ratios are of fresh samples alone;
-- `Agent.hidden` stands apart, since states are compared by it; with --cuda-graphs that is not recorded.
+This file is an edit of appo_atari.py. What differs:
 
-An iteration takes fewer blocks, though at least one. Until a fifth of `replay_rollouts` is there, after a resume, too,
-it has fresh samples alone.
+- After an iteration its blocks are KEPT, until they are the oldest and their memory is needed (`Learner.keep`).
+- `Learner.choose_replayed` selects the KEPT rollouts that an iteration replays in addition to its fresh ones.
+- For replayed samples `appo_loss` uses V-trace's policy gradient, subtracts a separate mean from the advantages, and
+  has no value clip, no lower bound of the ratio and no limit of age. An additional loss keeps the policy near the
+  acting one, whose logits are stored.
+- The input statistics count replayed rollouts again; metrics of ratios cover only fresh samples, except
+`replay/rho_mean`.
+- `Agent.hidden` is a separate method, because rollouts are compared by its result. With --cuda-graphs the comparison is
+  not recorded.
+
+An iteration takes fewer fresh blocks than in appo_atari.py, but at least one. At the start, and after a resume, it
+contains only fresh samples until a fifth of `replay_rollouts` is KEPT.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -44,13 +48,14 @@ it has fresh samples alone.
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> KEPT -> FREE    exactly one owner at any time
 
-Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
-endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *block* is the slots of a group's rows. An *iteration* begins when the
-learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, passes
-`num_epochs` times over them, each batch an optimiser step, and ends when it gives as many back. A *step* is one
-decision of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every optimiser step makes a
-*version* of the policy; the *lag* of a sample is the newest version minus the one that chose its action.
+Terms: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is the endless stream
+of experience of one environment; a *group* is the rows of one split of one worker, which request actions together. A
+*slot* holds one rollout (T steps of one row), and a *block* is one slot for each row of a group. In an *iteration* the
+learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples (at least one block), makes
+`num_epochs` passes over their rollouts in such batches, with one optimizer step per batch, and gives as many blocks
+back. A *step* is one decision of the agent, a *frame* one tick of the game (frames = steps x frameskip). Every
+optimizer step creates a *version* of the policy; the *lag* of a sample is the newest version minus the version that
+chose its action.
 
 One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
 an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
@@ -59,8 +64,8 @@ the next episode. Two flags are therefore enough:
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
-cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
+A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action, or the replacement of an actor)
+cuts the V-trace trace and is excluded from every loss, mean and step count. A time limit needs no flag of its own: its
 last step bootstraps from the value of the true last observation.
 """
 
@@ -127,17 +132,17 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
-    """Asynchronous PPO with V-trace on Atari with replay."""
+    """Asynchronous PPO with V-trace and replay on Atari (EnvPool)."""
 
     # --- run
     env_id: str = "Breakout-v5"  # one of EnvPool's 104 Atari games
     frameskip: int = 4  # game ticks (frames) per step of the agent; the image is the maximum of the last two
-    episodic_life: bool = True  # a lost life ends an episode, but not the game: scores are of whole games
-    noop_max: int = 30  # an episode begins with 1 to so many no-op frames; with `fire_reset` the last of them is FIRE
-    fire_reset: bool = True  # each episode of a game that has a FIRE button begins with it
-    sticky_actions: float = 0.0  # probability that the game repeats its last action instead of taking the new one
-    full_action_space: bool = False  # all 18 actions instead of the game's own
-    reward_scale: float = 1.0  # rewards are multiplied by this
+    episodic_life: bool = True  # a lost life ends an episode, but not the game; scores are of whole games
+    noop_max: int = 30  # episodes begin with 1 to this many no-op frames; with `fire_reset` the last of them is FIRE
+    fire_reset: bool = True  # episodes begin with FIRE in games that have this button
+    sticky_actions: float = 0.0  # probability that the game repeats its previous action instead of taking the new one
+    full_action_space: bool = False  # use all 18 actions instead of the game's own
+    reward_scale: float = 1.0  # factor of all rewards
     reward_clip: float = 1.0  # clip of the scaled rewards, to +- this; inf: no clipping
     seed: int = 1  # seed of the network, the action sampling and the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
@@ -161,7 +166,7 @@ class Args:
     """number of parts into which a worker's environments are split: one is stepped while the others wait for actions.
     Default: 2 with CUDA, else 1, because on a CPU the network needs the idle core"""
     set_workers_cpu_affinity: bool = True
-    """pin worker i to the i-th core of this process; turn it off for several runs at once"""
+    """pin worker i to core i of this process; turn it off if several runs share the machine"""
     actor_timeout: float = 120.0
     """seconds that one start or step of a game may take before its actor is considered hung and replaced; 0: no
     limit"""
@@ -169,12 +174,12 @@ class Args:
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: int = 256  # samples per optimiser step, fresh and replayed, about: a batch is of whole rollouts
+    batch_size: int = 256  # approximate samples, fresh and replayed, per optimizer step: batches have whole rollouts
     num_batches_per_epoch: int = 1  # approximate batches per iteration; --sync: one rollout of every row
     num_epochs: int = 1  # passes over the rollouts of an iteration
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hide jitter but add lag
     max_policy_lag: int = 100  # fresh samples this many versions old, or older, are excluded from the losses
-    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2.5e-4  # of Adam
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2.5e-4  # Adam's learning rate
     anneal_lr: bool = False  # decay the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace: clip of the importance weight of temporal differences (rho bar)
@@ -186,26 +191,27 @@ class Args:
     ent_coef: float = 0.01  # coefficient of the entropy bonus
     max_grad_norm: float = 0.5  # clip of the gradient norm; 0: no clipping
     encoder: Literal["nature", "impala"] = "nature"
-    """the convolutions of Mnih et al. (2015), or the residual ones of Espeholt et al. (2018)"""
+    """nature: the convolutions of Mnih et al. (2015); impala: the residual network of Espeholt et al. (2018)"""
     rnn_type: Literal["gru", "lstm", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 512  # units of the last layer of each image encoder, and of the recurrent core
 
     # --- replay
     replay: Literal["uniform", "attentive", "elite"] = "uniform"
-    """which kept rollouts are learned from again. uniform: any; attentive: those whose states are most like the newest
-    state; elite: those whose states the network still sees as it did when it acted"""
-    replay_share: float = 0.5  # share of each batch that is replayed; 0: none, and nothing is kept
-    replay_rollouts: int = 1000  # the newest so many are kept, on the device; each takes 0.9 MiB at 32 steps
+    """selection of the kept rollouts to replay. uniform: at random; attentive: those whose states are most similar to
+    the newest state; elite: those whose last hidden layer has changed least since acting time"""
+    replay_share: float = 0.5  # replayed share of each batch; 0: no replay, and nothing is kept
+    replay_rollouts: int = 1000  # number of newest rollouts to keep, on the device; each takes 0.9 MiB at 32 steps
     replay_candidates: float = 6.0
-    """attentive, elite: so many times as many rollouts as are needed are drawn, and the best of them are taken. It
-    falls linearly to 1 at total_timesteps, where all three ways are the same"""
+    """attentive, elite: number of candidates drawn for each rollout to replay, of which the best are taken. It decays
+    linearly to 1 at total_timesteps, where all three selections are the same"""
     elite_strategy: Literal[1, 3] = 1
-    """attentive, elite: what is best. 1: the nearest; 3: the least often taken, among equals the nearest"""
-    policy_cloning_coef: float = 0.05  # of KL(mu, pi) of replayed samples
+    """attentive, elite: which candidates are best. 1: the nearest; 3: the least often replayed, and among equals the
+    nearest"""
+    policy_cloning_coef: float = 0.05  # coefficient of KL(mu, pi) for replayed samples
 
     def __post_init__(self):
         """Derives the flags that depend on others."""
-        self.env_id = self.env_id.rpartition("/")[2]  # Gymnasium's names, such as ALE/Pong-v5
+        self.env_id = self.env_id.rpartition("/")[2]  # accepts Gymnasium's names, such as ALE/Pong-v5
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         cuda = device.startswith("cuda")
         if self.precision is None:
@@ -225,22 +231,24 @@ class Args:
 
 # === Environment ======================================================================================================
 
-# What is summed over each game, and reported as the mean over the last 100: the game's own reward, 1 a step, and
-# numbers in the environment's `info`, whose names are added here
+# Sums over each game, reported as means over the last 100 games: the game's own reward, steps, and keys of `info` that
+# are added here
 OWN_SUMS = ()
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
 
 class AtariEnvs(gym.vector.VectorEnv):
-    """EnvPool's Atari games with the usual preprocessing (Mnih et al. 2015): 84x84, grey, the last 4 images.
-    Observation: `obs`, uint8 [84, 84, 4], the newest last: rearranged once, for acting and learning, as convolutions on
-    a CPU want it (EnvPool has [4, 84, 84]). A game ends after 108,000 frames, half an hour. The pool is made in
-    `reset`, where it gets its seed; it resets on the step after an episode's end. Raises UserError.
+    """EnvPool's Atari games with the usual preprocessing (Mnih et al. 2015). The observation `obs`, uint8 [84, 84, 4],
+    has the last 4 images in grey, the newest last. EnvPool's [4, 84, 84] is rearranged once, for acting and learning,
+    into the layout that suits convolutions on a CPU. A game ends after 108,000 frames, half an hour. The pool is
+    created in `reset`, where it gets its seed, and resets on the step after an episode ends. Raises UserError if the
+    game is unknown.
 
-    `info["raw_reward"]` is the game's own, before scale and clip: scores are sums of it. `info["game_over"]`: the whole
-    game ended. With `episodic_life` a lost life ends an episode, and the step after it, whose action is ignored too,
-    continues the same game with the no-ops and FIRE; points scored there are not counted. Some games (RoadRunner) may
-    end during these no-ops, which EnvPool does not report: that step begins a new game, and has `game_over`."""
+    `info["raw_reward"]` is the game's reward before scale and clip; scores are its sums. `info["game_over"]` is set
+    when the whole game has ended. With `episodic_life` a lost life ends an episode. The next step, whose action is
+    ignored as after any episode, continues the same game with the no-ops and FIRE; points scored there do not count.
+    Some games (RoadRunner) may end during these no-ops, which EnvPool does not report; that step begins a new game and
+    sets `game_over`."""
 
     def __init__(self, args: Args, num_envs: int):
         self.metadata = dict(
@@ -275,8 +283,8 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.images = np.zeros((num_envs, 84, 84, 4), np.uint8)
 
     def rearranged(self, images: np.ndarray):
-        """uint8 [num_envs, 4, 84, 84] -> [num_envs, 84, 84, 4], overwritten by the next call."""
-        for i in range(4):  # four copies of 84x84: 12 us a game; NumPy's one copy of the transposed array takes 40
+        """Returns the observations for images uint8 [num_envs, 4, 84, 84]. The next call overwrites them."""
+        for i in range(4):  # four copies take 12 us per game; NumPy's single copy of the transposed array takes 40
             self.images[..., i] = images[:, i]
         return dict(obs=self.images)
 
@@ -299,7 +307,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         return self.rearranged(images), reward, terminated, truncated, info
 
     def render(self):
-        """The first game's screen, uint8 [1, 210, 160, 3]."""
+        """Returns the first game's screen, uint8 [1, 210, 160, 3]."""
         return self.pool.render()
 
     def close(self, **options):
@@ -309,13 +317,14 @@ class AtariEnvs(gym.vector.VectorEnv):
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
-    """The environments of one split of a worker; options are not needed. Edit this function to train on something else.
+    """Returns the environments of one split of a worker; options are ignored. Edit this function to use other
+    environments.
 
-    What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
-    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 36 x 36: one
-    image more is one key more, and no other edit. Scores are sums of `raw_reward` in every step's `info`, where it is
-    given, else of rewards; `game_over` there says where they end, if not with each episode. Actors cannot start
-    processes of multiprocessing (AsyncVectorEnv)."""
+    The result must reset on the step after an episode ends (NEXT_STEP), start nothing before `reset`, take
+    MultiDiscrete actions that start at 0, and return a Dict of images, uint8 [height, width, channels] of at least 36 x
+    36. To add an image, add a key; nothing else changes. Scores are sums of `raw_reward` in the `info` of every step,
+    or of rewards if it is missing. A score is complete when `game_over` in `info` is set or, if `info` has no
+    `game_over`, when the episode ends. Actors cannot start multiprocessing children (AsyncVectorEnv)."""
     return AtariEnvs(args, num_envs)
 
 
@@ -406,7 +415,7 @@ class FlattenInMemory(nn.Flatten):
 
 
 class Residual(nn.Module):
-    """Two convolutions, added to what came in (Espeholt et al. 2018, figure 3)."""
+    """Adds the output of two convolutions to their input (Espeholt et al. 2018, figure 3)."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -422,7 +431,7 @@ class Residual(nn.Module):
 
 
 def nature_convolutions(channels):
-    """Channels, kernel, stride: 32/8/4, 64/4/2, 64/3/1 (Mnih et al. 2015)."""
+    """Returns convolutions 32/8/4, 64/4/2, 64/3/1 (channels, kernel, stride; Mnih et al. 2015)."""
     return nn.Sequential(
         init_layer(nn.Conv2d(channels, 32, 8, 4)),
         nn.ReLU(inplace=True),
@@ -434,8 +443,8 @@ def nature_convolutions(channels):
 
 
 def impala_convolutions(channels):
-    """Three stages of a convolution, a pool and two residual blocks with 16, 32, 32 channels (Espeholt et al. 2018,
-    figure 3). Weights as PyTorch's."""
+    """Returns three stages with 16, 32 and 32 channels, each a convolution, a pool and two residual blocks (Espeholt et
+    al. 2018, figure 3). Weights are initialised by PyTorch's defaults."""
     layers = []
     for to in (16, 32, 32):
         layers += [nn.Conv2d(channels, to, 3, padding=1), nn.MaxPool2d(3, 2, padding=1), Residual(to), Residual(to)]
@@ -444,7 +453,8 @@ def impala_convolutions(channels):
 
 
 def image_encoder(space, args: Args):
-    """[N, channels, height, width] -> [N, hidden_size]: `encoder`'s convolutions and a layer, ReLU."""
+    """Returns a network from [N, channels, height, width] to [N, hidden_size]: the convolutions that `encoder` names
+    and a linear layer with ReLU."""
     height, width, channels = space.shape
     convolutions = dict(nature=nature_convolutions, impala=impala_convolutions)[args.encoder](channels)
     conv = nn.Sequential(convolutions, FlattenInMemory())
@@ -453,14 +463,16 @@ def image_encoder(space, args: Args):
 
 
 class Agent(nn.Module):
-    """Convolutions for each image, then a recurrent core, if asked for, then value and logits. What is no image is
-    stored, but not seen. Weights orthogonal with CleanRL's gains, but for IMPALA's convolutions.
+    """Concatenates the features of a convolutional encoder for each image; an optional recurrent core, a value head and
+    a policy head follow. Observations that are not images are stored, but not used. Weights are orthogonal, with
+    CleanRL's gains, except in IMPALA's convolutions.
 
-    A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
-    row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`, made of
-    `hidden`, whose result has `features` numbers, and of `policy` and `critic`; it changes nothing. To forbid actions,
-    give `masked_fill(obs["NAME"] == 0, -torch.inf)` of the logits; each head must keep an action, at an episode's last
-    observation, too. Flags of this network: precision, encoder, rnn_type, hidden_size."""
+    A network of your own takes (spaces, args) and needs `heads` (from Spaces), `state_size` (floats of recurrent state
+    per row, 0 for none), `normalizers` (by observation name), `reduced` (modules whose weights act in bfloat16) and a
+    `forward` without side effects. `forward` must consist of `hidden` (which returns `features` numbers per sample),
+    `policy` and `critic`. To mask actions, return `logits.masked_fill(obs["NAME"] == 0, -torch.inf)`; every head must
+    keep at least one action, even at the last observation of an episode. The flags precision, encoder, rnn_type and
+    hidden_size belong to this network."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
@@ -479,7 +491,7 @@ class Agent(nn.Module):
             self.core = core(features, args.hidden_size)
             features = args.hidden_size
             self.state_size = features * (1 if args.rnn_type == "gru" else 2)
-        self.features = features  # of the last hidden layer
+        self.features = features  # size of the last hidden layer
         self.critic = init_layer(nn.Linear(features, 1), gain=1.0)
         self.policy = init_layer(nn.Linear(features, sum(spaces.heads)), gain=0.01)
         self.recorded = False  # see `recur`
@@ -512,7 +524,7 @@ class Agent(nn.Module):
         return self.policy(x), self.critic(x).squeeze(-1), state
 
     def hidden(self, obs, first, state):
-        """The last hidden layer [T, B, features], and the state; arguments as above."""
+        """Takes the arguments of `forward`. Returns the last hidden layer [T, B, features] and the state."""
         T, B = first.shape
         x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
         if self.core is not None:
@@ -565,7 +577,7 @@ def entropy_of(choice):
 
 
 def kl_divergence(p, q):
-    """KL(p, q) of log-probabilities [..., n] -> [...]"""
+    """Returns KL(p, q) [...] of log-probabilities [..., n]."""
     return (p.exp() * torch.where(p > -torch.inf, p - q, 0.0)).sum(-1)
 
 
@@ -607,9 +619,11 @@ def masked_mean(x, mask):
 def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     """Computes PPO's clipped losses with V-trace targets over the valid samples of a batch that are not too old. The
     batch has the fields of Rollouts [time, rollout, ...] and `lags`, int64 [T, B]. Returns the loss and metrics, on the
-    device. Replayed samples are never too old. They have V-trace's own policy gradient (Espeholt et al. 2018, section
-    4.2): PPO's is 0 outside its band, where most of their ratios are. Their values are not clipped, and a term of
-    theirs holds the policy near the one that acted (CLEAR, Rolnick et al. 2018, section 3).
+    device.
+
+    Replayed samples are never too old. Their policy gradient is that of V-trace (Espeholt et al. 2018, section 4.2),
+    because PPO's is 0 outside its band, where most of their ratios are. Their values are not clipped, and an additional
+    loss keeps the policy near the acting one (CLEAR, Rolnick et al. 2018, section 3).
 
     To add a loss, compute it per sample [T, B], average it with `mean` and add it to `loss`. If it needs a value from
     acting time, add a field to `Rollouts` and write it in `Inference.choose`. If that value comes from the
@@ -624,7 +638,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     entropy = sum(map(entropy_of, choices))
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
-    # V-trace's weights. The band's floor is not for replayed ones: what the policy has unlearned must not count.
+    # V-trace's weights, without the lower bound for replayed samples: actions that were unlearned must not count
     rho = torch.where(replayed, log_ratio.detach().clamp(max=np.log(20.0)).exp(), ratio.detach())
     discounts = args.gamma * ~batch.terminated
     vs, advantages = vtrace(
@@ -636,7 +650,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     mean = functools.partial(masked_mean, mask=used)
     mean_of_fresh = functools.partial(masked_mean, mask=used * ~replayed)
     mean_of_replayed = functools.partial(masked_mean, mask=used * replayed)
-    # Each kind around its own mean: a common one would make all replayed actions more likely, or all less.
+    # A common mean would make all replayed actions more likely, or all of them less likely
     advantages = advantages - torch.where(replayed, mean_of_replayed(advantages), mean_of_fresh(advantages))
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
@@ -704,7 +718,7 @@ def take_turns(args: Args) -> bool:
 
 
 def blocks_per_iteration(args: Args) -> int:
-    """Fresh ones."""
+    """Returns the number of fresh blocks."""
     if take_turns(args):
         return num_rows(args) // rows_per_group(args)
     samples = args.num_batches_per_epoch * args.batch_size * (1 - args.replay_share)
@@ -712,7 +726,7 @@ def blocks_per_iteration(args: Args) -> int:
 
 
 def replayed_per_iteration(args: Args) -> int:
-    """Rollouts."""
+    """Returns the number of rollouts to replay."""
     fresh = blocks_per_iteration(args) * rows_per_group(args)
     return round(fresh * args.replay_share / (1 - args.replay_share))
 
@@ -727,8 +741,8 @@ def num_blocks(args: Args) -> int:
 
 
 def num_kept(args: Args) -> int:
-    """Blocks for old rollouts, beside those of `num_blocks`: empty at first. At an iteration's end the blocks learned
-    from become KEPT, and as many of the oldest KEPT ones FREE."""
+    """Returns the number of blocks for old rollouts, in addition to `num_blocks`. They are empty at first. At the end
+    of an iteration its blocks become KEPT, and as many of the oldest KEPT blocks become FREE."""
     return -(-args.replay_rollouts // rows_per_group(args)) if args.replay_share else 0
 
 
@@ -759,8 +773,7 @@ class Mailbox:
         self.reward = torch.full((rows,), torch.nan)  # of the previous action; NaN until the environment has started
         self.terminated = torch.zeros(rows, dtype=torch.bool)  # the previous action ended the episode for good
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
-        self.episode = torch.zeros(rows, len(EPISODE))  # of the game that ended just now; zeros: none did
-        self.episode = torch.zeros(rows, len(EPISODE))  # sums of the episode that just ended, else zeros
+        self.episode = torch.zeros(rows, len(EPISODE))  # sums of the game that just ended, else zeros
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # the next action
 
@@ -776,24 +789,23 @@ class Rollouts:
     for the device. `Learner.gather` copies every field. Rewards and log-probabilities start as NaN, so that reading an
     unwritten slot makes the loss NaN.
 
-    A block of slots is FILLING from when its group gets it until the rollouts are complete, then FULL (both in
-    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.keep` KEPT. When it is the oldest KEPT one, `keep`
-    gives it back, and `Inference.receive` makes it FREE."""
+    The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> KEPT in
+    `Learner.keep`, which returns the oldest KEPT blocks, -> FREE in `Inference.receive`."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1 because the last value bootstraps from obs[T]
-        self.obs = zeros_for(spaces, T + 1, slots, device=device)
+        # on the device, written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
+        self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
         self.logits = torch.full((T, slots, sum(spaces.heads)), torch.nan, device=device)  # of the acting policy
         self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
-        # on the host
+        # on the host, written by `Inference.store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
         self.versions = np.zeros((T, slots), np.int64)  # of the policy that chose actions[t]
-        # Written by the learner: how often it was replayed. In a batch 0 means fresh; a KEPT slot may have 0, too
+        # written by the learner: number of times replayed; 0 in a batch means fresh, but a KEPT slot may also have 0
         self.times_replayed = np.zeros((1, slots), np.int64)
 
 
@@ -812,7 +824,7 @@ class WorkerEnvs:
         self.seed = seed % 2**30  # accepted by every engine
         self.envs = make_envs(args, n)
         self.over = np.zeros(n, bool)  # the last step ended an episode, so the next one only resets
-        self.sums = np.zeros((n, len(EPISODE)))  # of the games under way
+        self.sums = np.zeros((n, len(EPISODE)))  # of the running games
 
     def reset(self):
         observation, _ = self.envs.reset(seed=self.seed)
@@ -1017,7 +1029,7 @@ class Inference:
         self.mailbox = self.shared_mailbox.numpy()  # views of the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
         features = 0 if args.replay == "uniform" else agent.features
-        # Of the acting policy's last hidden layer, [time, slot, features]; not gathered
+        # the acting policy's last hidden layer [time, slot, features]; not gathered
         self.features = torch.zeros((args.rollout, blocks[-1].stop, features), device=device)
         self.state = torch.zeros(num_rows(args), agent.state_size, device=device)
         self.filling = dict(enumerate(blocks[:groups]))  # block by group; without one it waits for a FREE block
@@ -1050,7 +1062,7 @@ class Inference:
             wait_for(self.device)
 
     def run(self):
-        """Body of the inference thread. The busier it is, the more workers wait, and the larger its batches become."""
+        """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
                 while not self.learner_end.closed:
@@ -1097,7 +1109,8 @@ class Inference:
                 return  # one at a time, so that stacks do not interleave
 
     def receive(self, pipe):
-        """Takes a group's request, or blocks from the learner: KEPT -> FREE. Raises UserError."""
+        """Receives a group's request, or blocks from the learner: KEPT -> FREE. Raises UserError if an actor that died
+        cannot be replaced."""
         if pipe is self.returned:
             with contextlib.suppress(EOFError):  # `learner_end` was closed
                 self.free.extend(pipe.recv())
@@ -1224,8 +1237,8 @@ class Learner:
         self.version = 0  # of the policy at the start of the current iteration
         self.best_return = -np.inf  # of best.pth
         first = num_blocks(args)
-        self.kept = deque(slice_of(args, i) for i in range(first, first + num_kept(args)))  # KEPT, the oldest first
-        self.num_filled = 0  # of these the last so many have something in them
+        self.kept = deque(slice_of(args, i) for i in range(first, first + num_kept(args)))  # KEPT, oldest first
+        self.num_filled = 0  # number of these, from the end, that contain rollouts
 
     def collect(self) -> list[slice]:
         """Waits for the blocks of an iteration: FULL -> LEARNING. Raises the error of the inference thread, or
@@ -1240,8 +1253,8 @@ class Learner:
         return blocks
 
     def iterate(self, blocks: list[slice]):
-        """Learns from the blocks of an iteration, and from what is replayed. The blocks stay LEARNING until the last
-        step is made, then they are KEPT. Returns the metrics of that step, and of what was replayed."""
+        """Learns from the blocks of an iteration and from replayed rollouts. The blocks stay LEARNING until the last
+        optimizer step, and are KEPT afterwards. Returns the metrics of that step and of the replayed rollouts."""
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
@@ -1256,7 +1269,7 @@ class Learner:
         samples = (len(slots) + len(replayed)) * args.rollout
         num_batches = np.clip(round(samples / args.batch_size), 1, len(slots))
         for epoch in range(args.num_epochs):
-            # Fresh and replayed ones apart: each batch has its share of both
+            # split separately, so that each batch has its share of fresh and replayed rollouts
             parts = [np.array_split(kind[torch.randperm(len(kind)).numpy()], num_batches) for kind in (slots, replayed)]
             for batch in map(np.concatenate, zip(*parts)):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
@@ -1272,8 +1285,8 @@ class Learner:
         }
 
     def choose_replayed(self, newest: int):
-        """The KEPT slots that are replayed beside the fresh ones, of which `newest` is the last, and metrics. None are,
-        until a fifth of the room for KEPT ones is filled, and there are as many as an iteration needs."""
+        """Returns the KEPT slots to replay, and metrics. `newest` is the last fresh slot. There are no slots to replay
+        until a fifth of `replay_rollouts` is KEPT, and at least as many as an iteration needs."""
         start = time.perf_counter()
         args = self.args
         rollouts = self.inference.rollouts
@@ -1287,7 +1300,7 @@ class Learner:
         chosen = kept[torch.randperm(len(kept))[:drawn].numpy()]
         about = {}
         if len(chosen) > count:
-            parts = np.array_split(chosen, -(-len(chosen) * args.rollout // args.batch_size))  # as large as a batch
+            parts = np.array_split(chosen, -(-len(chosen) * args.rollout // args.batch_size))  # about a batch each
             distance = np.concatenate([self.distances(part, newest) for part in parts])
             times = rollouts.times_replayed[0, chosen] * (args.elite_strategy == 3)
             best = np.lexsort((distance, times))[:count]
@@ -1302,15 +1315,15 @@ class Learner:
 
     @torch.inference_mode()
     def distances(self, slots: np.ndarray, newest: int) -> np.ndarray:
-        """float32 [slots], on the host: how far (2-norm, in the last hidden layer) a slot's states, as the network sees
-        them now, are from others. elite: from the same states, as it saw them when it acted; attentive: from the last
-        state of slot `newest`, as it saw it then: the newest that the learner has. Every fourth state counts, since
-        neighbours in time hardly differ, or all where a recurrent core needs them."""
+        """Returns float32 [slots], on the host: the distance (2-norm in the last hidden layer) between the states of
+        each slot, as the network computes them now, and a reference from acting time. elite: the same states;
+        attentive: the last state of slot `newest`, the newest that the learner has. Every fourth state counts, because
+        neighbours in time hardly differ, or every state if there is a recurrent core, which needs them all."""
         args = self.args
         rollouts = self.inference.rollouts
         times = slice(0, args.rollout, 1 if self.agent.state_size else 4)
         d_slots = torch.from_numpy(slots).to(self.device)
-        # In this order: of a field with gaps in time, index_select would first copy all slots
+        # in this order, because index_select on a field with gaps in time would first copy all slots
         obs = {name: field.index_select(1, d_slots)[times] for name, field in rollouts.obs.items()}
         first = torch.from_numpy(rollouts.first[times, slots]).to(self.device)
         now, _ = self.agent.hidden(obs, first, rollouts.rnn_state[0, d_slots])
@@ -1319,7 +1332,8 @@ class Learner:
         return (now - then).square().sum((0, 2)).sqrt().cpu().numpy()
 
     def keep(self, blocks: list[slice]):
-        """LEARNING -> KEPT, and as many of the oldest KEPT ones -> FREE: the last `wait_for` covered their copies."""
+        """Makes the blocks KEPT and gives as many of the oldest KEPT blocks back to inference. The last `wait_for`
+        covered all reads."""
         self.kept.extend(blocks)
         freed = [self.kept.popleft() for _ in blocks]
         self.num_filled = min(self.num_filled + len(blocks), len(self.kept))
@@ -1360,7 +1374,7 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.inference.version > 0  # the first batch only initialises the input statistics
-        if last_epoch or not begun:  # each rollout once an iteration
+        if last_epoch or not begun:  # count each rollout once per iteration
             valid = ~batch.first[1:]
             start = int(torch.randint(min(4, len(valid)), ()))  # every fourth step is enough: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
@@ -1376,13 +1390,23 @@ class Learner:
 
 # === Run ==============================================================================================================
 
-# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, which
-# ends the actors. The causes are
-# - the last step: the loop ends;
-# - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
-#   signal more than a second later exits at once; the actors see EOF, as after kill -9);
-# - an actor that keeps dying, or an error in the inference thread: the same way;
-# - an error in the learner: it propagates.
+# How a run ends
+# 1. The cause:
+#    - the last step: the loop in `train` ends;
+#    - Ctrl-C, SIGTERM, SIGHUP: `handler` -> `Inference.end_with` -> `Learner.collect` raises KeyboardInterrupt (a
+#      second signal more than a second later exits at once; the actors see EOF, as after kill -9);
+#    - an actor keeps dying, or an environment keeps raising: `replace` (below) raises UserError -> `Inference.run` ->
+#      `end_with` -> `collect` raises it;
+#    - any other error in the inference thread: `run` -> `end_with` -> `collect` raises it;
+#    - an error in the learner: it propagates.
+# 2. `train` saves and reports. Leaving `running` ends the inference thread and closes the pipes.
+# 3. In each actor `answer` returns None; `run_actor` closes the environments and kills its process group.
+#
+# How an actor is replaced
+# 1. It crashes or raises: its pipe ends, or has the error that `run_actor` sends. It hangs or is stopped:
+#    `Inference.notice_silence` kills it, and its pipe ends.
+# 2. `Inference.receive` closes the pipe, drops the worker's requests, makes a new pipe and calls `replace`.
+# 3. `replace`, in `running`, ends what is left of the old actor, logs, and starts another, or raises UserError.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
@@ -1513,8 +1537,6 @@ def running(inference: Inference, folder: Path):
             code = actors[worker].exitcode
             hung = f"no answer for {args.actor_timeout:g} s (--actor-timeout)"
             text = text or (hung if code == -signal.SIGALRM else f"died (exit code {code})")
-            if code == -signal.SIGSEGV and not asked:
-                text += " while its engines started: is the scenario for several players?"
         early_deaths[worker] += 1
         if asked >= SHORT_LIFE:
             early_deaths[worker] = 0
@@ -1542,8 +1564,8 @@ def running(inference: Inference, folder: Path):
 
 
 def save_checkpoint(folder: Path, learner: Learner):
-    """The latest one, also as best.pth where the mean return of the last 100 games is the best so far. Tensors and
-    plain values only. Written under another name first: a checkpoint is whole or absent."""
+    """Writes a checkpoint, and best.pth if the mean return of the last 100 games is the best so far: tensors and plain
+    values, under a temporary name first, so that a file is complete or absent."""
     folder = folder / "checkpoints"
     folder.mkdir(exist_ok=True)
     names = [f"checkpoint_{learner.global_step:012d}.pth"]
@@ -1642,7 +1664,7 @@ class Reporter:
             "charts/SPS": sps,
             "charts/FPS": fps,
             "stats/learner_wait": change["learner"] / seconds,  # fractions of time: the learner waits for FULL blocks,
-            "stats/choosing": change["choosing"] / seconds,  # or chooses what to replay
+            "stats/choosing": change["choosing"] / seconds,  # or chooses rollouts to replay;
             "stats/inference_idle": change["requests"] / seconds,  # inference waits for requests,
             "stats/inference_blocked": change["blocks"] / seconds,  # or has requests but no FREE block
             "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together

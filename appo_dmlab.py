@@ -11,28 +11,32 @@
 # ]
 # ///
 # appo_dmlab.py $Id$
-"""Asynchronous PPO with V-trace on DeepMind Lab: the whole pipeline of Sample Factory / IMPALA in one file.
+"""Asynchronous PPO with V-trace on DeepMind Lab: the complete Sample Factory / IMPALA pipeline in one file.
 
     python appo_dmlab.py --env-id rooms_collect_good_objects_train
     python appo_dmlab.py --env-id dmlab_30 --dataset-path dummy --num-workers 20 --num-envs-per-worker 30
     python evaluate.py train_dir/NAME    # plays the trained policy
 
-The engine, deepmind_lab, is in no package registry. Here a *task* is a level with its number: row r plays task r modulo
-the number of tasks, for good.
+The engine, deepmind_lab, is not in any package registry. In this file a *task* is a level and its number; row r always
+plays task r modulo the number of tasks.
 
-A deliberate edit of appo_doom.py. What differs:
-- the game (`LabEnv`): one level, several, or the 30 tasks of DMLab-30; the reward is clipped as in IMPALA; what engines
-  print is not shown; time limits are ours to tell, since the engine does not say why an episode ended;
-- compiled maps are kept in a folder that runs share (`LevelCache`), and each episode of a level that generates its maps
-  draws one of `num_maps`;
-- the network reads instructions; IMPALA's convolutions, ReLU; an LSTM by default;
-- PopArt: values, their loss and advantages in units of each task's own returns;
-- returns task by task, also in per cent of the way from random actions to people; what best.pth goes by (`scores`);
-- at least one environment a task, and every level's engine is made once, not started, before the actors are; vectors
-  are not seen; other defaults: an encoder of 256, no scale of rewards, ten times the steps;
-- engines have folders of their own below the run's (`engines_folder`); a resumed run is where it is now, not where its
-  cfg.json says; in a run's name the slashes of levels are underscores;
-- there is no look at /dev/shm, and there are no .cfg files.
+This file is an edit of appo_doom.py. What differs:
+
+- The environment is `LabEnv`, with one level, several, or the 30 tasks of DMLab-30. Rewards are clipped as in IMPALA.
+  The output of engines is not shown. `LabEnv` detects time limits itself, because the engine does not say why an
+  episode ended.
+- Compiled maps are kept in a folder that runs share (`LevelCache`), and each episode of a level that generates its maps
+  draws one of `num_maps`.
+- The network has IMPALA's convolutions, ReLU and, by default, an LSTM. It reads instructions, but does not use vectors.
+- PopArt: values, their loss and advantages are in units of each task's own returns.
+- Returns are also reported per task, and as a percentage of the way from random actions to human play. `scores`
+  decides which checkpoint becomes best.pth.
+- There is at least one environment per task. Before the actors start, an engine of every level is created once, but not
+  started.
+- There is no reward scale. By default the encoder has 256 units, and the number of steps is ten times that of Doom.
+- Each engine has its own folder in the run's folder (`engines_folder`). A resumed run uses its present location, not
+  the one in its cfg.json. A run's default name is cut to its last 150 characters.
+- /dev/shm is not checked, and there are no .cfg files.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -49,13 +53,13 @@ A deliberate edit of appo_doom.py. What differs:
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
 
-Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
-endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *block* is the slots of a group's rows. An *iteration* begins when the
-learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, passes
-`num_epochs` times over them, each batch an optimiser step, and ends when it gives them back. A *step* is one decision
-of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every optimiser step makes a *version* of
-the policy; the *lag* of a sample is the newest version minus the one that chose its action.
+Terms: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is the endless stream
+of experience of one environment; a *group* is the rows of one split of one worker, which request actions together. A
+*slot* holds one rollout (T steps of one row), and a *block* is one slot for each row of a group. In an *iteration* the
+learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples (at least one block), makes
+`num_epochs` passes over their rollouts in such batches, with one optimizer step per batch, and gives the blocks back. A
+*step* is one decision of the agent, a *frame* one tic of the engine (frames = steps x frameskip). Every optimizer step
+creates a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
 
 One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
 an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
@@ -64,10 +68,10 @@ the next episode. Two flags are therefore enough:
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
-cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
-last step bootstraps from the value of the last observation. This engine has none at an episode's end: the one before
-stands for it (`LabEnv.observation`).
+A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action, or the replacement of an actor)
+cuts the V-trace trace and is excluded from every loss, mean and step count. A time limit needs no flag of its own: its
+last step bootstraps from the value of the last observation. This engine has none at the end of an episode, so the
+previous one takes its place (`LabEnv.observation`).
 """
 
 import signal
@@ -139,23 +143,23 @@ class Args:
 
     # --- run
     env_id: str = "rooms_collect_good_objects_train"
-    """dmlab_30, a level by its name, with or without contributed/dmlab30/, or several with commas between them. All
+    """dmlab_30, the name of a level (with or without contributed/dmlab30/), or several names separated by commas. All
     tasks get the same number of samples if their number divides --num-envs-per-worker"""
     episode_seconds: float | None = None
-    """time limit that levels outside DMLab-30 have: an episode that ends sooner was terminated. None: there is no such
-    level"""
-    extended_action_set: bool | None = None  # 15 actions (Hessel et al. 2019), not IMPALA's 9; None: with dmlab_30
+    """time limit in seconds of levels outside DMLab-30, which require it; an episode that ends sooner was terminated"""
+    extended_action_set: bool | None = None
+    """use 15 actions (Hessel et al. 2019) instead of IMPALA's 9. Default: only with dmlab_30"""
     dataset_path: str | None = None
-    """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need; "dummy" for plain colours.
-    None: there is none"""
+    """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need, or "dummy" for plain
+    colours"""
     num_maps: int = 10_000
-    """of each level that generates them (those `generated` in TASKS, and all that are not there); all runs draw from
-    the same ones"""
+    """number of maps of each level that generates its maps (`generated` in TASKS, and all levels that are not in
+    TASKS); all runs draw from the same maps"""
     level_cache: str | None = None
-    """folder of compiled maps, which any number of runs may share: none removes any. None: level_cache below train_dir.
-    benchmark/fill_level_cache.py compiles some beforehand"""
-    renderer: Literal["software", "hardware"] = "software"  # hardware where the engine was built with it
-    test_levels: bool = False  # DMLab-30's test levels, or other maps where a task has none: for evaluate.py
+    """folder of compiled maps. Any number of runs may share it, because maps are never removed. Default: level_cache in
+    train_dir. benchmark/fill_level_cache.py compiles maps beforehand"""
+    renderer: Literal["software", "hardware"] = "software"  # hardware requires an engine that was built with it
+    test_levels: bool = False  # for evaluate.py: DMLab-30's test levels, or other maps for tasks that have none
     frameskip: int = 4  # engine tics (frames) per step of the agent
     seed: int = 1  # seed of the network, the action sampling and the environments
     total_timesteps: int = 10_000_000  # stop after this many steps (frames / frameskip)
@@ -181,8 +185,8 @@ class Args:
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to core i of this process; turn it off if several runs share the machine"""
     actor_timeout: float = 120.0
-    """seconds that one call of a game, its start or a step, may take (it may have to compile a map); an actor that
-    takes longer counts as hung, and another takes its place; 0: no limit"""
+    """seconds that one start or step of a game may take, including the compilation of a map, before its actor is
+    considered hung and replaced; 0: no limit"""
     sync: bool = False  # alternate between collecting and learning, so that every iteration starts at lag 0
 
     # --- algorithm
@@ -193,19 +197,20 @@ class Args:
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hide jitter but add lag
     max_policy_lag: int = 100  # samples this many versions old, or older, are excluded from the losses
     learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 4e-4
-    """of Adam; Sample Factory's is 1e-4, which is slower in Doom (benchmark/README.md)"""
+    """Adam's learning rate; Sample Factory's 1e-4 learns more slowly in Doom (benchmark/README.md)"""
     anneal_lr: bool = False  # decay the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace: clip of the importance weight of temporal differences (rho bar)
     vtrace_c: float = 1.0  # V-trace: clip of the trace coefficients (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 gives the paper's V-trace
     clip_coef: float = 0.1  # PPO: clip of the ratio, to [1/(1+e), 1+e]
-    ppo_clip_value: float = 0.2  # how far the value may move from the one at acting time, in PopArt's units
+    ppo_clip_value: float = 0.2  # PPO: clip of the change of the value since acting time, in PopArt's units
     vf_coef: float = 0.5  # coefficient of the value loss
     ent_coef: float = 0.001  # coefficient of the penalty on the symmetric KL divergence from the uniform policy
     max_grad_norm: float = 4.0  # clip of the gradient norm; 0: no clipping
     encoder: Literal["impala", "convnet"] = "impala"
-    """the residual convolutions of Espeholt et al. (2018), or Sample Factory's two plain ones (convnet_impala)"""
+    """impala: the residual network of Espeholt et al. (2018); convnet: Sample Factory's two plain convolutions
+    (convnet_impala)"""
     rnn_type: Literal["gru", "lstm", "none"] = "lstm"  # type of the recurrent core
     hidden_size: int = 256  # units of the last layer of each image encoder, and of the recurrent core
 
@@ -238,19 +243,19 @@ OWN_SUMS = ()
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
 IMAGE = (72, 96, 3)  # height, width, RGB
-WORDS = 16  # of an instruction that are read
-VOCABULARY = 1000  # their numbers: 0 for none, 1 to 999
+WORDS = 16  # number of words read from an instruction
+VOCABULARY = 1000  # word numbers: 0 for none, 1 to 999
 
 
 class Task(NamedTuple):
-    """One of DMLab-30 (https://github.com/google-deepmind/lab, game_scripts/levels/contributed/dmlab30)."""
+    """A task of DMLab-30 (https://github.com/google-deepmind/lab, game_scripts/levels/contributed/dmlab30)."""
 
-    human: float  # mean return of people
-    random: float  # and of random actions (Sample Factory, dmlab30.py)
-    frames: float  # an episode's time limit (episodeLengthSeconds of its script)
-    test: str = ""  # level for evaluation, where it is another one
-    generated: bool = False  # an episode has one of `num_maps` maps, each compiled once: 3 to 25 seconds
-    dataset: bool = False  # needs --dataset-path
+    human: float  # mean return of humans
+    random: float  # mean return of random actions (Sample Factory, dmlab30.py)
+    frames: float  # time limit of an episode (episodeLengthSeconds in its script)
+    test: str = ""  # level for evaluation, if it is a different one
+    generated: bool = False  # each episode draws one of `num_maps` maps; each is compiled once, in 3 to 25 seconds
+    dataset: bool = False  # requires --dataset-path
 
 
 GeneratedTask = functools.partial(Task, generated=True)
@@ -286,8 +291,8 @@ TASKS = {
     "explore_object_rewards_few": GeneratedTask(77.7, 2.073, 5400),
     "explore_object_rewards_many": GeneratedTask(106.7, 2.438, 7200),
 }
-# Columns: look right and down, in pixels a frame (57: a full turn takes a second); strafe right; forward; fire; jump;
-# crouch
+# Columns: look right and look down, in pixels per frame (at 57 a full turn takes a second), strafe right, forward,
+# fire, jump, crouch
 FORWARD = (0, 0, 0, 1, 0, 0, 0)
 BACK = (0, 0, 0, -1, 0, 0, 0)
 FIRE = (0, 0, 0, 0, 1, 0, 0)
@@ -301,16 +306,17 @@ EXTENDED_ACTIONS = (
 
 
 def tasks_of(args: Args) -> list[str]:
-    """Names of the tasks that are trained, in the order of their numbers."""
+    """Returns the names of the tasks to train on, in the order of their numbers."""
     names = []
     for name in args.env_id.split(","):
         short = name.removeprefix("contributed/dmlab30/")
         names += TASKS if short == "dmlab_30" else [short if short in TASKS else name]
-    return list(dict.fromkeys(names))  # each once
+    return list(dict.fromkeys(names))  # without duplicates
 
 
 def task_of(args: Args, name: str) -> Task:
-    """A level that is not of DMLab-30 has no known scores, and may generate maps. Raises UserError."""
+    """Returns a task. A level outside DMLab-30 has no known scores and may generate maps. Raises UserError if it has no
+    time limit."""
     if name not in TASKS and not (args.episode_seconds or 0) > 0:
         raise UserError(f"--episode-seconds is missing: the time limit of {name}, which is not one of DMLab-30")
     return TASKS.get(name) or GeneratedTask(0.0, 0.0, 60 * args.episode_seconds)
@@ -318,8 +324,8 @@ def task_of(args: Args, name: str) -> Task:
 
 @functools.cache
 def lab_module():
-    """The engine's module. Raises UserError where it is missing."""
-    os.environ.setdefault("LP_NUM_THREADS", "0")  # Mesa's renderer needs no threads for so small a picture
+    """Returns the engine's module. Raises UserError if it cannot be imported."""
+    os.environ.setdefault("LP_NUM_THREADS", "0")  # Mesa's renderer needs no threads for such small images
     try:
         import deepmind_lab
     except ImportError as error:
@@ -334,7 +340,8 @@ def lab_module():
 
 @contextlib.contextmanager
 def engine_errors(name: str):
-    """Context in which the engine's exceptions become a UserError of one line: a map or a traceback of Lua follows."""
+    """Returns a context that turns the engine's exceptions into a UserError with their first line, because a map or a
+    Lua traceback follows."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -346,12 +353,12 @@ def engine_errors(name: str):
 
 
 def make_lab(args: Args, name: str, **where):
-    """The engine of a task. It starts nothing before its first `reset`. Raises UserError."""
+    """Returns the engine of a task, which starts nothing before its first `reset`. Raises UserError."""
     task = task_of(args, name)
     level = f"contributed/dmlab30/{name}" if name in TASKS else name
     config = dict(width=str(IMAGE[1]), height=str(IMAGE[0]), appendCommand="+set net_enabled 0")  # no network ports
     if args.test_levels:
-        config["mixerSeed"] = str(0x600D5EED)  # other maps than in training (the value: IMPALA's environments.py)
+        config["mixerSeed"] = str(0x600D5EED)  # other maps than in training; value from IMPALA's environments.py
         if task.test:
             level = f"contributed/dmlab30/{task.test}"
             config["allowHoldOutLevels"] = "true"
@@ -364,7 +371,7 @@ def make_lab(args: Args, name: str, **where):
 
 
 def check_levels(args: Args):
-    """Raises UserError for a level that the engine does not have, or a data set that is missing."""
+    """Raises UserError if the engine does not have a level, or if a data set is missing."""
     for task in tasks_of(args):
         complete = args.dataset_path == "dummy" or Path(args.dataset_path or "", "2400.png").exists()
         if task_of(args, task).dataset and not complete:
@@ -378,7 +385,8 @@ def check_levels(args: Args):
 
 @functools.lru_cache(maxsize=1000)
 def words_of(instruction: str):
-    """int64 [WORDS], the numbers of an instruction's words: hashes, as in Sample Factory, so that no list is needed."""
+    """Returns the numbers int64 [WORDS] of an instruction's words: hashes, as in Sample Factory, which need no word
+    list."""
     numbers = np.zeros(WORDS, np.int64)
     for i, word in enumerate(instruction.split()[:WORDS]):
         numbers[i] = int(hashlib.md5(word.encode()).hexdigest(), 16) % (VOCABULARY - 1) + 1
@@ -387,28 +395,28 @@ def words_of(instruction: str):
 
 @functools.cache
 def silence_engines():
-    """What engines and their scripts print to descriptor 1 is lost from now on; Python keeps the terminal."""
+    """Redirects descriptor 1, to which engines and their scripts print, to /dev/null; Python keeps the terminal."""
     sys.stdout.flush()
     sys.stdout = open(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def engines_folder(args: Args) -> Path:
-    """Where engines have folders of their own. `train` removes what an earlier session has left there; `running`, at
-    the end, what the engines of killed actors have."""
+    """Returns the folder that contains one for each engine. `train` removes the remains of an earlier session at the
+    start, and `running` those of killed actors at the end."""
     return Path(args.train_dir, args.experiment or "", "engines").resolve()
 
 
 @dataclass
 class LevelCache:
-    """Compiled maps in a folder, in files named by the engine's key. Processes and runs may share it. The engine calls
-    `fetch` before it compiles a map and `write` afterwards, within `reset` and, on some levels, within `step`. Language
-    levels compile maps beside those of `num_maps`. Nobody removes maps."""
+    """A folder of compiled maps, in files named by the engine's keys. Processes and runs may share it; maps are never
+    removed. The engine calls `fetch` before it compiles a map and `write` afterwards, within `reset` and, on some
+    levels, within `step`. Language levels compile maps in addition to those of `num_maps`."""
 
     folder: Path
 
     def fetch(self, key: str, pk3_path: str) -> bool:
-        with contextlib.suppress(Exception):  # it is not there, or whatever a damaged file raises: compile
+        with contextlib.suppress(Exception):  # missing, or damaged in any way: the engine compiles it
             shutil.copyfile(self.folder / f"{key}.pk3", pk3_path)
             with zipfile.ZipFile(pk3_path) as file:
                 return file.testzip() is None
@@ -416,7 +424,7 @@ class LevelCache:
 
     def write(self, key: str, pk3_path: str):
         temporary = self.folder / f"{key}_{uuid.uuid4()}.tmp"
-        try:  # under another name first: a map is whole or absent
+        try:  # under a temporary name first, so that a map is complete or absent
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(pk3_path, temporary)
             os.replace(temporary, self.folder / f"{key}.pk3")
@@ -427,13 +435,13 @@ class LevelCache:
 
 
 class LabEnv(gym.Env):
-    """One environment. Observation: `obs`, the image, uint8 [72, 96, 3]; `words`, int64 [16], the numbers of the
-    instruction's words, 0 where there is none; `task`, int64 [], the task's number, which the policy does not see.
-    `info["raw_reward"]` is the engine's reward, before the clip: scores are sums of it."""
+    """One environment. Observations are the image `obs`, uint8 [72, 96, 3]; `words`, int64 [16], the numbers of the
+    instruction's words, padded with 0; and `task`, int64 [], the task's number, which the policy does not see.
+    `info["raw_reward"]` is the engine's reward before the clip; scores are its sums."""
 
     def __init__(self, args: Args, place: int, render_mode=None):
-        """place: among the split's environments. The first `reset` is told the split's first row, options["first_row"]:
-        both together give the row, and so the task."""
+        """place: index in the split. The first `reset` receives the split's first row as options["first_row"]. Their
+        sum is the environment's row, which determines the task."""
         self.args = args
         self.place = place
         self.render_mode = render_mode
@@ -449,7 +457,7 @@ class LabEnv(gym.Env):
         self.action_space = MultiDiscrete([len(self.actions)])
 
     def start(self, first_row: int):
-        """Makes the engine; not earlier, since `spaces_of` needs none, and the row is known at the first reset only."""
+        """Creates the engine. Before the first reset the row is unknown, and `spaces_of` needs no engine."""
         silence_engines()
         tasks = tasks_of(self.args)
         self.number = (first_row + self.place) % len(tasks)
@@ -471,7 +479,7 @@ class LabEnv(gym.Env):
         return self.observation(), {}
 
     def observation(self):
-        """At an episode's end the engine shows nothing: image and words stay as they were."""
+        """Returns a new observation. The engine has none at the end of an episode; the last image and words remain."""
         if self.lab.is_running():
             state = self.lab.observations()
             self.image = state["RGB_INTERLEAVED"]
@@ -483,33 +491,33 @@ class LabEnv(gym.Env):
             raw_reward = self.lab.step(self.actions[action[0]], num_steps=self.args.frameskip)
         self.frames += self.args.frameskip
         over = not self.lab.is_running()
-        in_time = self.frames < self.task.frames  # the engine does not say why it is over
+        in_time = self.frames < self.task.frames  # the engine does not say why the episode ended
         # optimistic asymmetric clipping, -1.5 to 5, as in IMPALA's code (experiment.py, soft_asymmetric)
         reward = 5 * np.tanh(raw_reward / 5) * (1.0 if raw_reward >= 0 else 0.3)
         return self.observation(), reward, over and in_time, over and not in_time, {"raw_reward": raw_reward}
 
     def render(self):
-        """The engine's picture, uint8 [72, 96, 3]."""
+        """Returns the engine's image, uint8 [72, 96, 3]."""
         return self.image
 
     def close(self):
         if self.lab:
             self.lab.close()
             self.lab = None
-        shutil.rmtree(self.folder, ignore_errors=True)  # the engine leaves it
-        with contextlib.suppress(OSError):  # other engines have theirs beside it, or there is none
+        shutil.rmtree(self.folder, ignore_errors=True)  # the engine does not remove it
+        with contextlib.suppress(OSError):  # it contains folders of other engines, or does not exist
             self.folder.parent.rmdir()
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
-    """The environments of one split of a worker; options are for LabEnv. To train on something else edit this function,
-    drop `check_levels` from `check`, and give --env-id a name of your own.
+    """Returns the environments of one split of a worker; options are passed to LabEnv. To use other environments, edit
+    this function, remove `check_levels` from `check`, and choose a name for --env-id.
 
-    What it returns must reset on the step after an episode's end (NEXT_STEP), start nothing before `reset`, take
-    MultiDiscrete actions from 0 on, and give a Dict of images, uint8 [height, width, channels] of at least 20 x 20, and
-    of `words` and `task` as LabEnv has them: one image more is one key more, and no other edit. Scores are sums of
-    `raw_reward` in every step's `info`, where it is given, else of rewards. Actors cannot start processes of
-    multiprocessing (AsyncVectorEnv)."""
+    The result must reset on the step after an episode ends (NEXT_STEP), start nothing before `reset`, take
+    MultiDiscrete actions that start at 0, and return a Dict of images, uint8 [height, width, channels] of at least 20 x
+    20, and of `words` and `task`, as LabEnv does. To add an image, add a key; nothing else changes. Scores are sums of
+    `raw_reward` in the `info` of every step, or of rewards if it is missing. Actors cannot start multiprocessing
+    children (AsyncVectorEnv)."""
     envs = [functools.partial(LabEnv, args, place, **options) for place in range(num_envs)]
     return gym.vector.SyncVectorEnv(envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
 
@@ -594,9 +602,9 @@ def init_layer(layer):
 
 
 class PopArt(nn.Module):
-    """A value head for each task in units of its own (van Hasselt et al. 2016; with V-trace Hessel et al. 2019).
-    `linear` predicts (value - mean) / std, with the running mean and standard deviation of each task's V-trace targets.
-    When these move, `linear` is rescaled so that no value changes."""
+    """A value head for each task, with normalised targets (PopArt: van Hasselt et al. 2016; with V-trace: Hessel et al.
+    2019). `linear` predicts (value - mean) / std, where mean and std are running statistics of each task's V-trace
+    targets. When they change, `linear` is rescaled so that its values do not."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -609,14 +617,14 @@ class PopArt(nn.Module):
         self.register_buffer("std", torch.ones(tasks))
 
     def forward(self, x, task):
-        """x [..., features], task int64 [...] -> values in the reward's units [...]"""
-        values = self.linear(x) * self.std + self.mean  # of every task
+        """Returns values [...] in the reward's units for x [..., features] and task int64 [...]."""
+        values = self.linear(x) * self.std + self.mean  # of all tasks
         return values.gather(-1, task.unsqueeze(-1)).squeeze(-1)
 
     @torch.no_grad()
     def update(self, targets, task, valid):
-        """targets [...] in the reward's units, of tasks int64 [...], of which bool valid [...] count; merges two sets
-        of statistics as `Normalizer.update` does. A task without a sample keeps its own."""
+        """Merges in targets [...], in the reward's units, of tasks int64 [...], where bool valid [...] is set, as
+        `Normalizer.update` does. A task without samples keeps its statistics."""
         mine = nn.functional.one_hot(task[valid], len(self.mean)).float()  # [N, tasks]
         n = mine.sum(0)
         targets = targets[valid].unsqueeze(-1)
@@ -644,7 +652,7 @@ class FlattenInMemory(nn.Flatten):
 
 
 class Residual(nn.Module):
-    """Two convolutions, added to what came in (Espeholt et al. 2018, figure 3)."""
+    """Adds the output of two convolutions to their input (Espeholt et al. 2018, figure 3)."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -660,8 +668,8 @@ class Residual(nn.Module):
 
 
 def impala_convolutions(channels):
-    """Three stages of a convolution, a pool and two residual blocks with 16, 32, 32 channels (Espeholt et al. 2018,
-    figure 3). Weights as PyTorch's."""
+    """Returns three stages with 16, 32 and 32 channels, each a convolution, a pool and two residual blocks (Espeholt et
+    al. 2018, figure 3). Weights are initialised by PyTorch's defaults."""
     layers = []
     for to in (16, 32, 32):
         layers += [nn.Conv2d(channels, to, 3, padding=1), nn.MaxPool2d(3, 2, padding=1), Residual(to), Residual(to)]
@@ -670,7 +678,7 @@ def impala_convolutions(channels):
 
 
 def plain_convolutions(channels):
-    """Channels, kernel, stride: 16/8/4, 32/4/2 (Espeholt et al. 2018, figure 3)."""
+    """Returns convolutions 16/8/4, 32/4/2 (channels, kernel, stride; Espeholt et al. 2018, figure 3)."""
     return nn.Sequential(
         init_layer(nn.Conv2d(channels, 16, 8, 4)),
         nn.ReLU(inplace=True),
@@ -680,7 +688,8 @@ def plain_convolutions(channels):
 
 
 def image_encoder(space, args: Args):
-    """[N, channels, height, width] -> [N, hidden_size]: `encoder`'s convolutions and a layer, ReLU."""
+    """Returns a network from [N, channels, height, width] to [N, hidden_size]: the convolutions that `encoder` names
+    and a linear layer with ReLU."""
     height, width, channels = space.shape
     convolutions = dict(impala=impala_convolutions, convnet=plain_convolutions)[args.encoder](channels)
     conv = nn.Sequential(convolutions, FlattenInMemory())
@@ -689,14 +698,15 @@ def image_encoder(space, args: Args):
 
 
 class Agent(nn.Module):
-    """Convolutions for each image, joined by what an LSTM of 64 makes of the instruction's words (embeddings of 20);
-    then a recurrent core, if asked for, then logits and a value for each task.
+    """Concatenates the features of a convolutional encoder for each image and of an LSTM with 64 units for the words of
+    the instruction (embeddings of 20 numbers); an optional recurrent core, a value head for each task and a policy head
+    follow.
 
-    A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
-    row; 0 for none), `critic` (a PopArt), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and
-    `forward`, which changes nothing. To forbid actions, give `masked_fill(obs["NAME"] == 0, -torch.inf)` of the logits;
-    each head must keep an action, at an episode's last observation, too. Flags of this network: precision, encoder,
-    rnn_type, hidden_size."""
+    A network of your own takes (spaces, args) and needs `heads` (from Spaces), `state_size` (floats of recurrent state
+    per row, 0 for none), `critic` (a PopArt), `normalizers` (by observation name), `reduced` (modules whose weights act
+    in bfloat16) and a `forward` without side effects. To mask actions, return `logits.masked_fill(obs["NAME"] == 0,
+    -torch.inf)`; every head must keep at least one action, even at the last observation of an episode. The flags
+    precision, encoder, rnn_type and hidden_size belong to this network."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
@@ -730,8 +740,8 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)  # the layout of the images: height, width, channels
 
     def read(self, words):
-        """words int64 [N, WORDS], 0 after the last -> float32 [N, 64], the LSTM's output at the last word. Most steps
-        have the instruction of the step before: every one is read once."""
+        """Returns the LSTM's output at the last word, float32 [N, 64], for words int64 [N, WORDS], padded with 0. Reads
+        each distinct instruction once, because most steps have the same one as the previous step."""
         texts, index = torch.unique(words, dim=0, return_inverse=True)
         last = (texts > 0).sum(-1).clamp(min=1) - 1
         outputs, _ = self.reader(self.embedding(texts))
@@ -743,7 +753,7 @@ class Agent(nn.Module):
 
     def encode(self, obs):
         """Returns features float32 [N, features] for obs by name [N, ...], as in the space."""
-        instruction = self.read(obs["words"])  # first: `unique` waits for the device, while little is queued
+        instruction = self.read(obs["words"])  # first, while little is queued: `unique` waits for the device
         with self.autocast(self.images):
             images = [
                 encoder(self.normalizers[name](obs[name]).permute(0, 3, 1, 2)) for name, encoder in self.images.items()
@@ -849,9 +859,9 @@ def masked_mean(x, mask):
 
 
 def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
-    """PPO's clipped losses with V-trace's targets over the valid samples of a batch that are young enough. It has the
-    fields of Rollouts, [time, rollout, ...], and `lags`, int64 [T, B]. Returns the loss, the targets float32 [T, B],
-    and metrics, on the device.
+    """Computes PPO's clipped losses with V-trace targets over the valid samples of a batch that are not too old. The
+    batch has the fields of Rollouts [time, rollout, ...] and `lags`, int64 [T, B]. Returns the loss, the targets
+    float32 [T, B] and metrics, all on the device.
 
     To add a loss, compute it per sample [T, B], average it with `mean` and add it to `loss`. If it needs a value from
     acting time, add a field to `Rollouts` and write it in `Inference.choose`. If that value comes from the
@@ -876,7 +886,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     mean = functools.partial(masked_mean, mask=used)
     task = batch.obs["task"][:-1]
     unit = agent.critic.std[task]
-    advantages = advantages / unit  # so that no task drowns the others; as in the value loss
+    advantages = advantages / unit  # so that no task dominates the others; the value loss does the same
     advantages = advantages - mean(advantages)
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
@@ -887,7 +897,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     loss = mean(policy_losses + args.vf_coef * value_losses + args.ent_coef * divergence.clamp(max=30))
 
     with torch.no_grad():
-        z = (targets - agent.critic.mean[task]) / unit  # else the tasks' different means would count as explained
+        z = (targets - agent.critic.mean[task]) / unit  # otherwise differences between tasks would count as explained
         variance = mean((z - mean(z)).square())
         samples = {
             "losses/policy_loss": policy_losses,
@@ -992,18 +1002,17 @@ class Rollouts:
     for the device. `Learner.gather` copies every field. Rewards and log-probabilities start as NaN, so that reading an
     unwritten slot makes the loss NaN.
 
-    A block of slots is FILLING from when its group gets it until the rollouts are complete, then FULL (both in
-    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
-    makes it FREE."""
+    The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
+    `Learner.iterate`, which returns it, and `Inference.receive`."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1 because the last value bootstraps from obs[T]
-        self.obs = zeros_for(spaces, T + 1, slots, device=device)
+        # on the device, written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
+        self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
         self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
-        # on the host
+        # on the host, written by `Inference.store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
@@ -1048,7 +1057,7 @@ class WorkerEnvs:
         self.sums = np.zeros((n, len(EPISODE)))  # of the running episodes
 
     def reset(self):
-        first_row = self.rows.start  # which says what tasks its environments play
+        first_row = self.rows.start  # determines the tasks of its environments
         observation, _ = self.envs.reset(seed=self.seed, options=dict(first_row=first_row))
         self.write(observation, reward=0.0, terminated=False, first=True, episode=0.0)
 
@@ -1097,7 +1106,7 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
         if args.set_workers_cpu_affinity:
             cores = sorted(os.sched_getaffinity(0))
             if len(cores) == num_cores():  # with a quota, other containers would pin to the same cores
-                os.sched_setaffinity(0, {cores[worker % len(cores)]})  # compilers, too
+                os.sched_setaffinity(0, {cores[worker % len(cores)]})  # map compilers inherit it
         os.nice(10)  # inference and learning go first: without them, actors only wait
         seed_generators(seed)
         gym.logger.min_level = gym.logger.ERROR  # the main process has printed the warnings of `make_envs`
@@ -1264,7 +1273,7 @@ class Inference:
         self.requests = []  # groups waiting for actions, oldest first; this thread owns their rows
         self.heard = self.mailbox.heard.reshape(workers, -1)  # views of the mailbox, by worker
         self.actors = {}  # process of each worker, set by `running`
-        self.episodes = [deque(maxlen=100) for _ in tasks_of(args)]  # of each task the last finished ones, see EPISODE
+        self.episodes = [deque(maxlen=100) for _ in tasks_of(args)]  # the last ones of each task, see EPISODE
         self.counts = Counter()  # rows served, forward passes; seconds that this thread and the learner waited
         if args.cuda_graphs:
             self.choose = recorded(self.choose, device)
@@ -1279,7 +1288,7 @@ class Inference:
             wait_for(self.device)
 
     def run(self):
-        """Body of the inference thread. The busier it is, the more workers wait, and the larger its batches become."""
+        """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
                 while not self.learner_end.closed:
@@ -1540,13 +1549,23 @@ class Learner:
 
 # === Run ==============================================================================================================
 
-# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, which
-# ends the actors. The causes are
-# - the last step: the loop ends;
-# - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
-#   signal more than a second later exits at once; the actors see EOF, as after kill -9);
-# - an actor that keeps dying, or an error in the inference thread: the same way;
-# - an error in the learner: it propagates.
+# How a run ends
+# 1. The cause:
+#    - the last step: the loop in `train` ends;
+#    - Ctrl-C, SIGTERM, SIGHUP: `handler` -> `Inference.end_with` -> `Learner.collect` raises KeyboardInterrupt (a
+#      second signal more than a second later exits at once; the actors see EOF, as after kill -9);
+#    - an actor keeps dying, or an environment keeps raising: `replace` (below) raises UserError -> `Inference.run` ->
+#      `end_with` -> `collect` raises it;
+#    - any other error in the inference thread: `run` -> `end_with` -> `collect` raises it;
+#    - an error in the learner: it propagates.
+# 2. `train` saves and reports. Leaving `running` ends the inference thread and closes the pipes.
+# 3. In each actor `answer` returns None; `run_actor` closes the environments and kills its process group.
+#
+# How an actor is replaced
+# 1. It crashes or raises: its pipe ends, or has the error that `run_actor` sends. It hangs or is stopped:
+#    `Inference.notice_silence` kills it, and its pipe ends.
+# 2. `Inference.receive` closes the pipe, drops the worker's requests, makes a new pipe and calls `replace`.
+# 3. `replace`, in `running`, ends what is left of the old actor, logs, and starts another, or raises UserError.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
@@ -1635,15 +1654,16 @@ def kill(actor):
 
 
 def scores(args: Args, inference: Inference):
-    """Metrics, none before each task has finished an episode; and what best.pth goes by, -inf before each task has ten
-    episodes and its share of a hundred: the mean return over tasks, but for several tasks that are all of DMLab-30 the
-    mean of their human-normalised returns, each capped at 100, as in IMPALA."""
+    """Returns metrics, which are empty until each task has finished an episode, and the score for best.pth. The score
+    is the mean return over tasks or, for several tasks that all belong to DMLab-30, the mean of their human-normalised
+    returns, each capped at 100, as in IMPALA. It is -inf until each task has ten episodes and its share of a
+    hundred."""
     episodes = [list(of_task.copy()) for of_task in inference.episodes]
     if not all(episodes):
         return {}, -np.inf
     tasks = tasks_of(args)
     means = np.stack([np.mean(of_task, axis=0) for of_task in episodes])  # [tasks, len(EPISODE)]
-    metrics = dict(zip((f"charts/{name}" for name in EPISODE), means.mean(0)))  # over tasks, not over episodes
+    metrics = dict(zip((f"charts/{name}" for name in EPISODE), means.mean(0)))  # means over tasks, not over episodes
     score = metrics["charts/episodic_return"]
     if set(tasks) <= set(TASKS):
         human, random_actions = np.transpose([TASKS[task][:2] for task in tasks])
@@ -1691,8 +1711,6 @@ def running(inference: Inference, folder: Path):
             code = actors[worker].exitcode
             hung = f"no answer for {args.actor_timeout:g} s (--actor-timeout)"
             text = text or (hung if code == -signal.SIGALRM else f"died (exit code {code})")
-            if code == -signal.SIGSEGV and not asked:
-                text += " while its engines started: is the scenario for several players?"
         early_deaths[worker] += 1
         if asked >= SHORT_LIFE:
             early_deaths[worker] = 0
@@ -1721,8 +1739,8 @@ def running(inference: Inference, folder: Path):
 
 
 def save_checkpoint(folder: Path, learner: Learner):
-    """The latest one, also as best.pth where the score (see `scores`) is the best so far. Tensors and plain values
-    only. Written under another name first: a checkpoint is whole or absent."""
+    """Writes a checkpoint, and best.pth if the score (see `scores`) is the best so far: tensors and plain values, under
+    a temporary name first, so that a file is complete or absent."""
     folder = folder / "checkpoints"
     folder.mkdir(exist_ok=True)
     names = [f"checkpoint_{learner.global_step:012d}.pth"]
@@ -1928,7 +1946,7 @@ def parse_args() -> tuple[Args, Path]:
     args = tyro.cli(Args, args=words)
     if args.experiment is None:
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
-        args.experiment = args.typed["experiment"] = re.sub("[/:]", "-", name)[-150:]  # of many levels
+        args.experiment = args.typed["experiment"] = re.sub("[/:]", "-", name)[-150:]  # env_id may name many levels
     if "/" in args.experiment or not args.experiment.strip("."):
         raise UserError(f"--experiment {args.experiment!r} is not the name of a folder in {args.train_dir}")
     folder = Path(args.train_dir, args.experiment).absolute()  # an environment may change the working directory

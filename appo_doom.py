@@ -13,22 +13,38 @@
 # ]
 # ///
 # appo_doom.py $Id$
-"""Asynchronous PPO with V-trace on ViZDoom: the whole pipeline of Sample Factory / IMPALA in one file.
+"""Asynchronous PPO with V-trace on ViZDoom: the complete Sample Factory / IMPALA pipeline in one file.
 
     python appo_doom.py --env-id battle --num-workers 20
-    python appo_doom.py --cfg-path my_scenario.cfg    # one of your own
+    python appo_doom.py --cfg-path my_scenario.cfg    # your own scenario
     python evaluate.py train_dir/NAME    # plays the trained policy
 
-A deliberate edit of appo_gym.py. What differs:
-- the game, frames, the reward's scale and clip, raw rewards as the score;
-- what a run of days needs: actors that die or hang are replaced, several checkpoints and the best, log.txt, a time
-  limit, a look at /dev/shm, actors pinned to cores, a container's quota, freed memory kept;
-- splits, iterations of as many blocks as some batches need, collected ahead; samples that are too old left out; workers
-  times environments each (so learning depends on the machine), and other defaults;
-- a copy of the network acts, in bfloat16 where the machine has it; normalised images in one pass; GRU or LSTM over
-  stretches of time;
-- Sample Factory's algorithm for Doom: no PopArt, a divergence from the uniform policy instead of the entropy, ELU,
-  orthogonal weights of gain 1; the first batch only begins the inputs' statistics.
+This file is an edit of appo_gym.py. What differs:
+
+- The environments are ViZDoom games (`DoomEnv`), whose observations are named arrays already. A step has `frameskip`
+  frames. Rewards are scaled and clipped, and scores are sums of raw rewards.
+- There are `num_workers` times `num_envs_per_worker` environments, so learning depends on the machine.
+- A worker steps its environments in splits: one is stepped while the others wait for actions.
+- An actor that dies, hangs or raises an exception is replaced, unless it keeps dying early (`SHORT_LIFE`).
+- Actors are pinned to cores, and `num_cores` respects a container's CPU quota.
+- An iteration takes as many blocks as `num_batches_per_epoch` batches need, instead of one for each worker, and
+  `max_batches_ahead` more iterations are collected ahead of the learner (`num_blocks`).
+- Samples that are `max_policy_lag` versions old, or older, are excluded from the losses, but count as steps.
+- A copy of the network acts; the learner overwrites it after each step (`Inference.publish`).
+- The encoder, and on a CPU the recurrent core, compute in bfloat16 if the device supports it (`Agent.autocast`).
+- The core is a GRU or an LSTM, called over stretches of time (`Agent.recur`). Images are normalised by one multiply-add
+  in the encoder's number type (`Normalizer`) and flattened without a copy (`FlattenInMemory`).
+- The network follows Sample Factory: ELU instead of tanh, orthogonal weights of gain 1, and no PopArt, so that the
+  value loss and its clip are in the reward's units.
+- The loss penalises the symmetric KL divergence from the uniform policy instead of rewarding entropy.
+- The first batch only initialises the input statistics, and a batch without usable samples changes no weights.
+- Several recent checkpoints and the best one are kept. A checkpoint that cannot be read is skipped with a warning.
+- Training can stop after `train_for_seconds`. A run also writes log.txt and reports frames per second and the part of
+  the pipeline that limits them.
+- A run is refused if /dev/shm is too small for its engines (`check`), and the process keeps freed memory (`train`).
+- No flag imports a module; to resume a run with --cfg-path, type that flag again.
+- The default device is the GPU if there is one, the default number of workers is one per core, and the defaults of the
+  algorithm are others (`Args`).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -45,13 +61,25 @@ A deliberate edit of appo_gym.py. What differs:
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
 
-Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
-endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *block* is the slots of a group's rows. An *iteration* begins when the
-learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, passes
-`num_epochs` times over them, each batch an optimiser step, and ends when it gives them back. A *step* is one decision
-of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every optimiser step makes a *version* of
-the policy; the *lag* of a sample is the newest version minus the one that chose its action.
+Where to edit:
+
+    environment                  `DoomEnv` and `make_envs`, or --cfg-path for a scenario of your own (a new image or
+                                 vector in the observation needs no other change)
+    metric of an episode         `OWN_SUMS`
+    network, action mask         `Agent`
+    loss                         `appo_loss` (its docstring says how to add a field from acting time)
+    reward of your own           `DoomEnv.step`, or `Learner.update` before the loss: `batch` is a copy
+    optimizer, second network    `Learner`, then `save_checkpoint` and `load_checkpoint`
+
+With --cuda-graphs, the network and the loss must also meet the conditions in `recorded`.
+
+Terms: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is the endless stream
+of experience of one environment; a *group* is the rows of one split of one worker, which request actions together. A
+*slot* holds one rollout (T steps of one row), and a *block* is one slot for each row of a group. In an *iteration* the
+learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples (at least one block), makes
+`num_epochs` passes over their rollouts in such batches, with one optimizer step per batch, and gives the blocks back. A
+*step* is one decision of the agent, a *frame* one tic of the engine (frames = steps x frameskip). Every optimizer step
+creates a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
 
 One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
 an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
@@ -60,8 +88,8 @@ the next episode. Two flags are therefore enough:
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
-cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
+A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action, or the replacement of an actor)
+cuts the V-trace trace and is excluded from every loss, mean and step count. A time limit needs no flag of its own: its
 last step bootstraps from the value of the true last observation.
 """
 
@@ -892,18 +920,17 @@ class Rollouts:
     for the device. `Learner.gather` copies every field. Rewards and log-probabilities start as NaN, so that reading an
     unwritten slot makes the loss NaN.
 
-    A block of slots is FILLING from when its group gets it until the rollouts are complete, then FULL (both in
-    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
-    makes it FREE."""
+    The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
+    `Learner.iterate`, which returns it, and `Inference.receive`."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1 because the last value bootstraps from obs[T]
-        self.obs = zeros_for(spaces, T + 1, slots, device=device)
+        # on the device, written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
+        self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
         self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
-        # on the host
+        # on the host, written by `Inference.store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
@@ -1178,7 +1205,7 @@ class Inference:
             wait_for(self.device)
 
     def run(self):
-        """Body of the inference thread. The busier it is, the more workers wait, and the larger its batches become."""
+        """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
                 while not self.learner_end.closed:
@@ -1438,13 +1465,23 @@ class Learner:
 
 # === Run ==============================================================================================================
 
-# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, which
-# ends the actors. The causes are
-# - the last step: the loop ends;
-# - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
-#   signal more than a second later exits at once; the actors see EOF, as after kill -9);
-# - an actor that keeps dying, or an error in the inference thread: the same way;
-# - an error in the learner: it propagates.
+# How a run ends
+# 1. The cause:
+#    - the last step: the loop in `train` ends;
+#    - Ctrl-C, SIGTERM, SIGHUP: `handler` -> `Inference.end_with` -> `Learner.collect` raises KeyboardInterrupt (a
+#      second signal more than a second later exits at once; the actors see EOF, as after kill -9);
+#    - an actor keeps dying, or an environment keeps raising: `replace` (below) raises UserError -> `Inference.run` ->
+#      `end_with` -> `collect` raises it;
+#    - any other error in the inference thread: `run` -> `end_with` -> `collect` raises it;
+#    - an error in the learner: it propagates.
+# 2. `train` saves and reports. Leaving `running` ends the inference thread and closes the pipes.
+# 3. In each actor `answer` returns None; `run_actor` closes the environments and kills its process group.
+#
+# How an actor is replaced
+# 1. It crashes or raises: its pipe ends, or has the error that `run_actor` sends. It hangs or is stopped:
+#    `Inference.notice_silence` kills it, and its pipe ends.
+# 2. `Inference.receive` closes the pipe, drops the worker's requests, makes a new pipe and calls `replace`.
+# 3. `replace`, in `running`, ends what is left of the old actor, logs, and starts another, or raises UserError.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup

@@ -18,12 +18,15 @@
     torchrun --standalone --nproc-per-node 4 appo_doom_multigpu.py --env-id battle --num-workers 20    # 80 in all
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 appo_doom_multigpu.py [...]
 
-A deliberate edit of appo_doom.py, whose text all the rest is. What differs: each process of `torchrun`, a *rank*, runs
-this file, with a GPU and actors of its own, and all take each optimiser step together: the very one that a single
-process would take on the union of their batches. Summed over the ranks are what is averaged over samples
-(`masked_mean`), the `moments` of the inputs, the gradients (`Learner.differentiate`), the steps of an iteration, and
-who leaves (`together`). Rank 0 alone reports and saves; returns, lags and times are its own. Of several ranks CUDA
-graphs have what chooses actions, not what computes gradients.
+This file is an edit of appo_doom.py, with which it shares all other text. Each process of `torchrun`, a *rank*, runs
+this file with its own GPU and its own actors. All ranks take each optimizer step together: exactly the step that a
+single process would take on the union of their batches. What differs:
+
+- Means over samples (`masked_mean`), the `moments` of the inputs, the gradients (`Learner.differentiate`) and the steps
+  of an iteration are computed from sums over the ranks.
+- When one rank leaves, all leave (`together`).
+- Only rank 0 reports and saves; the returns, lags and times that it reports are its own.
+- With several ranks, --cuda-graphs records acting, but not the gradient computation.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -40,13 +43,13 @@ graphs have what chooses actions, not what computes gradients.
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
 
-Words: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is one environment's
-endless stream of experience; a *group* is the rows of one split of one worker, which ask for actions together. A *slot*
-is room for one rollout (T steps of one row), a *block* is the slots of a group's rows. An *iteration* begins when the
-learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, passes
-`num_epochs` times over them, each batch an optimiser step, and ends when it gives them back. A *step* is one decision
-of the agent, a *frame* one tick of the engine (frames = steps x frameskip). Every optimiser step makes a *version* of
-the policy; the *lag* of a sample is the newest version minus the one that chose its action.
+Terms: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is the endless stream
+of experience of one environment; a *group* is the rows of one split of one worker, which request actions together. A
+*slot* holds one rollout (T steps of one row), and a *block* is one slot for each row of a group. In an *iteration* the
+learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples (at least one block), makes
+`num_epochs` passes over their rollouts in such batches, with one optimizer step per batch, and gives the blocks back. A
+*step* is one decision of the agent, a *frame* one tic of the engine (frames = steps x frameskip). Every optimizer step
+creates a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
 
 One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
 an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
@@ -55,8 +58,8 @@ the next episode. Two flags are therefore enough:
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
-cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
+A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action, or the replacement of an actor)
+cuts the V-trace trace and is excluded from every loss, mean and step count. A time limit needs no flag of its own: its
 last step bootstraps from the value of the true last observation.
 """
 
@@ -98,7 +101,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported after a group was made, it would keep the group, whose threads can crash the end
+import torch.distributed.nn  # imported once a group exists, it would keep the group, whose threads can crash at exit
 import torch.multiprocessing as mp
 import torch.nn as nn
 import tyro
@@ -129,8 +132,8 @@ def num_cores() -> int:
 class Args:
     """Asynchronous PPO with V-trace on ViZDoom."""
 
-    # Under torchrun --num-workers and --batch-size are each rank's own, --total-timesteps the steps of all together;
-    # with --device cuda each rank of a machine has the GPU of its number.
+    # Under torchrun, --num-workers and --batch-size are per rank, and --total-timesteps counts the steps of all ranks.
+    # With --device cuda, rank i of a machine uses GPU i.
     # --- run
     env_id: str = "basic"
     """basic, my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering,
@@ -218,50 +221,51 @@ class Args:
 
 
 def join_ranks():
-    """Under `torchrun`: meets the other ranks, and takes this one's share of the machine's cores."""
+    """Under `torchrun`, joins the other ranks and takes this rank's share of the machine's cores."""
     if not dist.is_torchelastic_launched():
         return
-    import ctypes  # which not every file that this is added to imports
+    import ctypes  # not imported by every file that `carry.py --add` adds this to
 
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: the kernel stops us when the launcher is killed
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: the kernel sends it when the launcher is killed
     i = int(os.environ["LOCAL_RANK"])
     n = int(os.environ["LOCAL_WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))
-    share = num_cores() // n  # the same for all: they wait for the slowest
+    share = num_cores() // n  # the same for all ranks, because they wait for the slowest
     os.sched_setaffinity(0, cores[i * share : (i + 1) * share] or {cores[i % len(cores)]})
     store, rank, ranks = next(dist.rendezvous("env://"))
-    if n == ranks:  # one machine: after a restart its store still has the addresses of the dead, and NCCL's last error
+    if n == ranks:  # one machine: after a restart its store still has the dead ranks' addresses and NCCL's last error
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(i % torch.cuda.device_count())  # else each rank opens the first GPU, too
+        torch.cuda.set_device(i % torch.cuda.device_count())  # otherwise every rank would also open the first GPU
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     if rank:
-        sys.stdout = open(os.devnull, "w")  # what all would say, rank 0 says; log.txt has the lines of all
+        sys.stdout = open(os.devnull, "w")  # rank 0 prints what all ranks would; log.txt has the lines of all
 
 
 def rank_of_this() -> int:
-    """0 without `torchrun`."""
+    """Returns this process's rank, or 0 without `torchrun`."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def sum_over_ranks(x):
-    """In place, and equal on all ranks to the bit. Without `torchrun` x as it is."""
+    """Sums x over the ranks in place and returns it, identical on all ranks to the bit. Without `torchrun`, x is
+    unchanged."""
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
 
 
 def on_first_rank(function):
-    """A decorator: on the other ranks the function does nothing."""
+    """Decorator: on all ranks but rank 0, the function does nothing."""
     return lambda *arguments: None if rank_of_this() else function(*arguments)
 
 
 def from_first_rank(function):
-    """A decorator: the function is called on rank 0 alone, and returns on all ranks what it has returned there. Where
-    it raises, the others end in silence."""
+    """Decorator: only rank 0 calls the function, and all ranks return its result. If it raises, the other ranks exit
+    silently."""
 
     def call(*arguments):
         if not dist.is_initialized():
@@ -273,19 +277,20 @@ def from_first_rank(function):
         finally:
             dist.broadcast_object_list(result)
             if not result[0]:
-                dist.destroy_process_group()  # its threads could turn this end into a crash
+                dist.destroy_process_group()  # its threads could crash at exit
         return result[0][0] if result[0] else sys.exit(0)
 
     return call
 
 
 def someone_leaves(this_rank: bool) -> bool:
-    """All ranks ask each other this once before each iteration, and who has left the loop, once more."""
+    """Returns True if any rank leaves. Every rank calls this before each iteration, and once more when its loop has
+    ended."""
     return bool(sum_over_ranks(torch.tensor(float(this_rank))))
 
 
 def together(collect):
-    """A decorator of `Learner.collect`: KeyboardInterrupt where another rank leaves, so that all leave together."""
+    """Decorator of `Learner.collect`: raises KeyboardInterrupt if another rank leaves, so that all leave together."""
 
     def call(learner):
         blocks = None
@@ -596,7 +601,8 @@ def spaces_of(args: Args) -> Spaces:
 
 
 def moments(x):
-    """x [N, ...] -> N of all ranks, and the mean and the variance over them [...]"""
+    """Returns N summed over the ranks, and the mean and variance [...] of x [N, ...] over the first axis on all
+    ranks."""
     n = int(sum_over_ranks(torch.tensor(len(x))))
     mean = sum_over_ranks(x.sum(0)) / n
     return n, mean, sum_over_ranks((x - mean).square_().sum(0)) / n
@@ -838,9 +844,9 @@ def vtrace(ratios, values, rewards, discounts, valid, rho_bar, c_bar, lam):
 
 
 def masked_mean(x, mask):
-    """x [..., T, B], mask [T, B] of 0 and 1 -> [...]: the mean over the samples of all ranks that have a 1; 0 where
-    none has. Equal on all ranks to the bit; its gradient is this rank's share, which `Learner.differentiate` adds
-    up."""
+    """Returns the mean [...] of x [..., T, B] over the samples of all ranks where mask [T, B] is 1, or 0 if there are
+    none. Its value is identical on all ranks to the bit. Its gradient is this rank's share; `Learner.differentiate`
+    sums the shares."""
     own = torch.cat([(x * mask).sum((-2, -1)).flatten(), mask.sum().view(1)])
     total = sum_over_ranks(own.detach().clone())
     count = total[-1].clamp(min=1)
@@ -987,18 +993,17 @@ class Rollouts:
     for the device. `Learner.gather` copies every field. Rewards and log-probabilities start as NaN, so that reading an
     unwritten slot makes the loss NaN.
 
-    A block of slots is FILLING from when its group gets it until the rollouts are complete, then FULL (both in
-    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
-    makes it FREE."""
+    The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
+    `Learner.iterate`, which returns it, and `Inference.receive`."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1 because the last value bootstraps from obs[T]
-        self.obs = zeros_for(spaces, T + 1, slots, device=device)
+        # on the device, written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
+        self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
         self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
-        # on the host
+        # on the host, written by `Inference.store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
@@ -1273,7 +1278,7 @@ class Inference:
             wait_for(self.device)
 
     def run(self):
-        """Body of the inference thread. The busier it is, the more workers wait, and the larger its batches become."""
+        """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
                 while not self.learner_end.closed:
@@ -1437,7 +1442,7 @@ class Learner:
         self.agent = agent
         self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        if args.cuda_graphs and not dist.is_initialized():  # what ranks tell each other cannot be recorded
+        if args.cuda_graphs and not dist.is_initialized():  # communication between ranks cannot be recorded
             self.differentiate = recorded(self.differentiate, self.device)
             self.agent.recorded = True
         self.global_step = 0  # number of valid transitions received, including those that are too old
@@ -1537,13 +1542,23 @@ class Learner:
 
 # === Run ==============================================================================================================
 
-# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, which
-# ends the actors. The causes are
-# - the last step: the loop ends;
-# - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
-#   signal more than a second later exits at once; the actors see EOF, as after kill -9);
-# - an actor that keeps dying, or an error in the inference thread: the same way;
-# - an error in the learner: it propagates.
+# How a run ends
+# 1. The cause:
+#    - the last step: the loop in `train` ends;
+#    - Ctrl-C, SIGTERM, SIGHUP: `handler` -> `Inference.end_with` -> `Learner.collect` raises KeyboardInterrupt (a
+#      second signal more than a second later exits at once; the actors see EOF, as after kill -9);
+#    - an actor keeps dying, or an environment keeps raising: `replace` (below) raises UserError -> `Inference.run` ->
+#      `end_with` -> `collect` raises it;
+#    - any other error in the inference thread: `run` -> `end_with` -> `collect` raises it;
+#    - an error in the learner: it propagates.
+# 2. `train` saves and reports. Leaving `running` ends the inference thread and closes the pipes.
+# 3. In each actor `answer` returns None; `run_actor` closes the environments and kills its process group.
+#
+# How an actor is replaced
+# 1. It crashes or raises: its pipe ends, or has the error that `run_actor` sends. It hangs or is stopped:
+#    `Inference.notice_silence` kills it, and its pipe ends.
+# 2. `Inference.receive` closes the pipe, drops the worker's requests, makes a new pipe and calls `replace`.
+# 3. `replace`, in `running`, ends what is left of the old actor, logs, and starts another, or raises UserError.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
@@ -1608,7 +1623,7 @@ def handle_signals(inference: Inference):
 def lock(folder: Path):
     """Locks the folder for as long as this process lives. Raises UserError if another run uses it."""
     if rank_of_this():
-        return  # it is rank 0's
+        return  # rank 0 holds the lock
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed, because closing releases the lock
     try:
@@ -1836,7 +1851,7 @@ class Reporter:
 
 
 class Silence:
-    """The reporter of the other ranks."""
+    """The reporter of all ranks but rank 0, which reports nothing."""
 
     score = "returns are told by rank 0"
 
@@ -1861,10 +1876,10 @@ def train(args: Args, folder: Path) -> int:
     spaces = spaces_of(args)
     agent = Agent(spaces, args).to(device)
     rank = rank_of_this()
-    if rank:  # environments and random numbers of its own
+    if rank:  # its own environments and random numbers
         args.seed = int(np.random.SeedSequence((args.seed, rank)).generate_state(1)[0]) >> 2
         seed_generators(args.seed)
-    if dist.is_initialized():  # other machines may compute other first weights
+    if dist.is_initialized():  # initial weights may differ between machines
         for x in agent.state_dict().values():
             dist.broadcast(x, 0)
     inference = Inference(args, spaces, agent, device)
@@ -1968,7 +1983,7 @@ def main() -> int:
     try:
         join_ranks()
         args, folder = parse_args()
-        from_first_rank(check)(args)  # `train` would raise it on every rank
+        from_first_rank(check)(args)  # otherwise `train` would raise its error on every rank
         return train(args, folder)
     except (UserError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -1982,5 +1997,5 @@ if __name__ == "__main__":
     code = main()
     if code in (0, 130) and dist.is_initialized():  # all have left together
         dist.destroy_process_group()
-        code = 0  # else torchrun would start it again
+        code = 0  # otherwise torchrun would restart it
     sys.exit(code)

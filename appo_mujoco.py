@@ -12,27 +12,29 @@
 # ]
 # ///
 # appo_mujoco.py $Id$
-"""Asynchronous PPO with V-trace for continuous actions (MuJoCo, Gymnasium): the whole pipeline of Sample Factory /
-IMPALA in one file.
+"""Asynchronous PPO with V-trace for continuous actions (MuJoCo, Gymnasium): the complete Sample Factory / IMPALA
+pipeline in one file.
 
     python appo_mujoco.py --env-id HalfCheetah-v5
     python appo_mujoco.py --env-id my_module:MyRobot-v0    # your own, registered when my_module is imported
     python evaluate.py train_dir/NAME    # plays the trained policy
 
-A deliberate edit of appo_gym.py. What differs:
-- EnvPool's MuJoCo, where it has the task (`MujocoEnvs`); observations are vectors, images are refused;
-- actions are numbers: a Gaussian policy (`draw`, `log_prob`, `entropy_of`), whose actions are kept as they were drawn;
-  for the environment `to_bounds` maps [-1, 1] to the bounds, where there are two, and clips;
-- where there are as many workers as cores, or more, each stays on one core (`run_actor`);
-- a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`);
-- a network with two towers of `hidden_size`, and a GRU across both if asked for;
-- other defaults in `Args`: 64 environments, the learning rate falls, no reward for entropy, smaller gradients, a wider
-  clip of the value, half as many optimiser steps a sample, three times the steps.
+This file is an edit of appo_gym.py. What differs:
+
+- Tasks that EnvPool has are simulated by EnvPool (`MujocoEnvs`).
+- Observations are vectors; images are refused.
+- The policy is Gaussian (`draw`, `log_prob`, `entropy_of`), and its actions are stored as sampled. For the environment,
+  `to_bounds` maps [-1, 1] to the bounds of each dimension that has two, and clips.
+- Each worker is pinned to one core if there are at least as many workers as cores (`run_actor`).
+- The loss has a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`).
+- The network has two towers of `hidden_size`, and an optional GRU across both.
+- `Args` has other defaults: 64 environments, a decaying learning rate, no entropy bonus, a smaller gradient norm, a
+  wider clip of the value, half as many optimizer steps per sample, and three times the steps.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
      | step its environments         | -----------------> | inference thread                         |
-     | write obs, reward, ... into   |                    |   copy the rows of all waiting workers   |
+     | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
      | its rows of the mailbox       | <----------------- |   into the rollouts, forward, sample,    |
      |                               |       reply        |   write actions into the mailbox         |
      +-------------------------------+                    +------------------------------------------+
@@ -42,19 +44,25 @@ A deliberate edit of appo_gym.py. What differs:
                                                           |   V-trace, PPO steps on the same network |
                                                           |   that acts: version v+1, v+2, ...       |
                                                           +------------------------------------------+
-     block:  FREE -> FILLING (by one worker) -> FULL -> LEARNING -> FREE     exactly one owner at any time
+     block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
 
-Where to edit: the environment and a wrapper in `make_envs` (one more part of an observation needs no other edit), a
-metric in `OWN_SUMS`, the network in `Agent`, a loss and what it needs in `appo_loss`; a reward of your own in
-`Learner.update`, before the loss (`batch` is a copy); another optimiser or a second network in `Learner`, and then in
-`save_checkpoint` and `load_checkpoint`. With --cuda-graphs the network and the loss keep to what `recorded` asks.
+Where to edit:
+
+    environment, wrappers        `make_envs` (a new vector in the observation needs no other change)
+    metric of an episode         `OWN_SUMS`
+    network                      `Agent`
+    loss                         `appo_loss` (its docstring says how to add a field from acting time)
+    reward of your own           `Learner.update`, before the loss: `batch` is a copy
+    optimizer, second network    `Learner`, then `save_checkpoint` and `load_checkpoint`
+
+With --cuda-graphs, the network and the loss must also meet the conditions in `recorded`.
 
 Terms: a *worker* is one actor process and its environments. A *row* is the endless stream of experience of one
-environment; the rows of a worker request actions together. A *slot* holds one rollout (T steps of one row), and a
-*block* is one slot for each row of a worker. In an *iteration* the learner takes as many blocks as there are workers,
-makes `num_epochs` passes over their rollouts in *batches* of about `batch_size` samples, with one optimizer step per
-batch, and gives the blocks back. A *step* is one decision of the agent. Every optimizer step creates a *version* of the
-policy; the *lag* of a sample is the newest version minus the version that chose its action.
+environment. The rows of a worker are its *group*: they request actions together. A *slot* holds one rollout (T steps of
+one row), and a *block* is one slot for each row of a group. In an *iteration* the learner takes as many blocks as there
+are workers, makes `num_epochs` passes over their rollouts in *batches* of about `batch_size` samples, with one
+optimizer step per batch, and gives the blocks back. A *step* is one decision of the agent. Every optimizer step creates
+a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
 
 One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
 an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
@@ -600,7 +608,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
 # === Mailbox and rollouts =============================================================================================
 
 
-def rows_per_worker(args: Args) -> int:
+def rows_per_group(args: Args) -> int:
     """Raises UserError."""
     workers = max(1, args.num_workers)
     if args.num_envs % workers:
@@ -609,15 +617,15 @@ def rows_per_worker(args: Args) -> int:
 
 
 def slice_of(args: Args, i: int) -> slice:
-    """Returns the rows of worker i, or the slots of block i: a block has as many slots as a worker has rows."""
-    n = rows_per_worker(args)
+    """Returns the rows of group i, or the slots of block i: a block has as many slots as a group has rows."""
+    n = rows_per_group(args)
     return slice(i * n, i * n + n)
 
 
 def num_blocks(args: Args) -> int:
-    """Returns two for each of W workers: W can be LEARNING while every worker fills another. There is no deadlock:
-    while the learner waits it holds at most W - 1 blocks and none is FULL, so every worker fills one or finds a FREE
-    one. With --sync there is one for each worker, so none is FREE before the last step of the iteration: nothing else
+    """Returns two for each of W groups: W can be LEARNING while every group fills another. There is no deadlock:
+    while the learner waits it holds at most W - 1 blocks and none is FULL, so every group fills one or finds a FREE
+    one. With --sync there is one for each group, so none is FREE before the last step of the iteration: nothing else
     differs."""
     sync = args.sync or args.num_workers == 0
     return max(1, args.num_workers) * (1 if sync else 2)
@@ -639,9 +647,9 @@ def of_each(function, fields):
 
 
 class Mailbox:
-    """The only memory that actors share with the main process. The rows of a worker are contiguous.
+    """The only memory that actors share with the main process. The rows of a group are contiguous.
 
-    Between request and reply, the rows of a worker belong to the inference thread, otherwise to its actor, so they need
+    Between request and reply, the rows of a group belong to the inference thread, otherwise to its actor, so they need
     no lock."""
 
     def __init__(self, spaces: Spaces, rows: int):
@@ -666,19 +674,18 @@ class Rollouts:
     for the device. `Learner.gather` copies every field. Rewards and log-probabilities start as NaN, so that reading an
     unwritten slot makes the loss NaN.
 
-    A block of slots is FILLING from when its worker gets it until the rollouts are complete, then FULL (both in
-    `Inference.serve`). `Learner.collect` makes it LEARNING, `Learner.iterate` gives it back, and `Inference.receive`
-    makes it FREE."""
+    The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
+    `Learner.iterate`, which returns it, and `Inference.receive`."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1 because the last value bootstraps from obs[T]
-        self.obs = zeros_for(spaces, T + 1, slots, device=device)
+        # on the device, written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
+        self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
         self.actions = torch.full((T, slots, spaces.numbers), torch.nan, device=device)
         self.gaussians = torch.full((T, slots, 2 * spaces.numbers), torch.nan, device=device)  # the acting policy (mu)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
         self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
-        # on the host
+        # on the host, written by `Inference.store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
@@ -694,7 +701,7 @@ class WorkerEnvs:
 
     def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
         """Takes the mailbox's arrays. Environment i is seeded with seed + i; the seed is reduced modulo 2**30."""
-        n = rows_per_worker(args)
+        n = rows_per_group(args)
         self.mailbox = mailbox
         self.rows = slice_of(args, worker)
         self.seed = seed % 2**30  # accepted by every engine
@@ -859,7 +866,7 @@ SILENCE = 60  # seconds after which a worker that has not answered is reported
 
 
 class Inference:
-    """Serves all waiting workers at once. Owns the recurrent state and the FILLING slot of every row, and holds the
+    """Serves all waiting groups at once. Owns the recurrent state and the FILLING slot of every row, and holds the
     memory, the pipes and the queue between itself, the actors and the learner.
 
     It acts with the learner's own network. Whoever acts with the network or changes it holds the lock until the device
@@ -874,31 +881,31 @@ class Inference:
         self.agent = agent
         self.version = 0  # of the agent
         self.lock = threading.Lock()  # of the agent
-        workers = max(1, args.num_workers)
+        groups = max(1, args.num_workers)
         blocks = [slice_of(args, i) for i in range(num_blocks(args))]
         self.shared_mailbox = Mailbox(spaces, args.num_envs)
         self.mailbox = self.shared_mailbox.numpy()  # views of the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
         self.state = torch.zeros(args.num_envs, agent.state_size, device=device)
-        self.filling = dict(enumerate(blocks[:workers]))  # block by worker; without one it waits for a FREE block
-        self.t = np.zeros(workers, int)  # steps in the FILLING block of each worker
-        self.free = deque(blocks[workers:])
+        self.filling = dict(enumerate(blocks[:groups]))  # block by group; without one it waits for a FREE block
+        self.t = np.zeros(groups, int)  # steps in the FILLING block of each group
+        self.free = deque(blocks[groups:])
         self.full = queue.SimpleQueue()  # blocks to the learner
         self.end = None  # the error, or KeyboardInterrupt, that ends the run
         self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
-        self.pipes, self.actor_ends = zip(*[mp.Pipe() for _ in range(workers)])
+        self.pipes, self.actor_ends = zip(*[mp.Pipe() for _ in range(groups)])
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
             self.selector.register(pipe, selectors.EVENT_READ)
-        self.requests = []  # workers waiting for actions, oldest first; this thread owns their rows
-        self.heard = np.full(workers, time.monotonic())  # time of each worker's last request or reply
+        self.requests = []  # groups waiting for actions, oldest first; this thread owns their rows
+        self.heard = np.full(groups, time.monotonic())  # time of each worker's last request or reply
         self.episodes = deque(maxlen=100)  # the last finished episodes, see EPISODE
         self.counts = Counter()  # rows served, forward passes; seconds that this thread and the learner waited
         if args.cuda_graphs:
             self.choose = recorded(self.choose, device)
 
     def run(self):
-        """Body of the inference thread. The busier it is, the more workers wait, and the larger its batches become."""
+        """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
                 while not self.learner_end.closed:
@@ -937,7 +944,7 @@ class Inference:
                 tqdm.write(f"worker {worker} has not answered for {SILENCE} s: its environments are slow, or hang")
 
     def receive(self, pipe):
-        """Receives a worker's request, or blocks from the learner: LEARNING -> FREE. Raises UserError if an actor
+        """Receives a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError if an actor
         died."""
         if pipe is self.returned:
             with contextlib.suppress(EOFError):  # `learner_end` was closed
@@ -954,36 +961,36 @@ class Inference:
         self.heard[worker] = time.monotonic()
 
     def serve(self):
-        """Hands complete blocks to the learner, then answers all workers that have a block or get a new one. The others
+        """Hands complete blocks to the learner, then answers all groups that have a block or get a new one. The others
         keep waiting until a block is FREE."""
-        complete = [worker for worker in self.requests if self.t[worker] == self.args.rollout]
+        complete = [group for group in self.requests if self.t[group] == self.args.rollout]
         if complete:  # their observations are stored twice: as obs[T] of this block, below as obs[0] of the next
             self.store_obs(*self.store(complete))
             wait_for(self.device)  # the learner uses another stream, and must find these blocks written
-            for worker in complete:
-                self.full.put(self.filling.pop(worker))  # FILLING -> FULL
-                self.t[worker] = 0
-        for worker in self.requests:
-            if worker not in self.filling and self.free:  # FREE -> FILLING
-                self.filling[worker] = self.free.popleft()
-                self.rollouts.rnn_state[0, self.filling[worker]] = self.state[slice_of(self.args, worker)]
-        ready = [worker for worker in self.requests if worker in self.filling]
+            for group in complete:
+                self.full.put(self.filling.pop(group))  # FILLING -> FULL
+                self.t[group] = 0
+        for group in self.requests:
+            if group not in self.filling and self.free:  # FREE -> FILLING
+                self.filling[group] = self.free.popleft()
+                self.rollouts.rnn_state[0, self.filling[group]] = self.state[slice_of(self.args, group)]
+        ready = [group for group in self.requests if group in self.filling]
         if ready:
             self.act(ready)
-        self.requests = [worker for worker in self.requests if worker not in ready]
-        for worker in ready:
-            self.heard[worker] = time.monotonic()
+        self.requests = [group for group in self.requests if group not in ready]
+        for group in ready:
+            self.heard[group] = time.monotonic()
             with contextlib.suppress(ConnectionError):  # the actor died; `receive` will notice
-                self.pipes[worker].send(None)
+                self.pipes[group].send(None)
 
-    def store(self, workers: list[int]):
-        """Copies rewards and flags of the workers' mailbox rows to the rollouts. Returns the observations by name
+    def store(self, groups: list[int]):
+        """Copies rewards and flags of the groups' mailbox rows to the rollouts. Returns the observations by name
         [1, N, ...], and int64 [4, N]: row, time, slot and `first` of each."""
         mailbox = self.mailbox
         rollouts = self.rollouts
-        rows = np.r_[*(slice_of(self.args, worker) for worker in workers)]
-        slots = np.r_[*(self.filling[worker] for worker in workers)]
-        t = self.t[workers].repeat(rows_per_worker(self.args))
+        rows = np.r_[*(slice_of(self.args, group) for group in groups)]
+        slots = np.r_[*(self.filling[group] for group in groups)]
+        t = self.t[groups].repeat(rows_per_group(self.args))
         first = mailbox.first[rows]
         rollouts.first[t, slots] = first
         # At t = 0 these belong to the previous block, which has them; index -1 is overwritten when t reaches T
@@ -1005,15 +1012,15 @@ class Inference:
                 field[t, slots] = obs[name]
         return obs, places
 
-    def act(self, workers: list[int]):
-        """Stores the rows of the workers and chooses their next actions."""
-        obs, places = self.store(workers)
+    def act(self, groups: list[int]):
+        """Stores the rows of the groups and chooses their next actions."""
+        obs, places = self.store(groups)
         rows, t, slots, _ = places.numpy()
         with self.lock:
             actions = self.choose(obs, places)
             self.mailbox.action[rows] = actions.cpu().numpy()  # waits for the device: only then may the lock go
             self.rollouts.versions[t, slots] = self.version
-        self.t[workers] += 1
+        self.t[groups] += 1
         ended = rows[self.mailbox.episode[rows].any(axis=1)]
         self.episodes.extend(self.mailbox.episode[ended].tolist())
         self.counts["rows"] += len(rows)
@@ -1137,13 +1144,17 @@ class Learner:
 
 # === Run ==============================================================================================================
 
-# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, which
-# ends the actors. The causes are
-# - the last step: the loop ends;
-# - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
-#   signal more than a second later exits at once; the actors see EOF, as after kill -9);
-# - the death of an actor, an exception in an environment or an error in the inference thread: the same way;
-# - an error in the learner: it propagates.
+# How a run ends
+# 1. The cause:
+#    - the last step: the loop in `train` ends;
+#    - Ctrl-C, SIGTERM, SIGHUP: `handler` -> `Inference.end_with` -> `Learner.collect` raises KeyboardInterrupt (a
+#      second signal more than a second later exits at once; the actors see EOF, as after kill -9);
+#    - an actor dies, or an environment raises: `Inference.receive` gets EOF, or the traceback that `run_actor` sends,
+#      and raises UserError -> `Inference.run` -> `end_with` -> `collect` raises it;
+#    - any other error in the inference thread: `run` -> `end_with` -> `collect` raises it;
+#    - an error in the learner: it propagates.
+# 2. `train` saves and reports. Leaving `running` ends the inference thread and closes the pipes.
+# 3. In each actor `ask` returns False; `run_actor` closes the environments and kills its process group.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup

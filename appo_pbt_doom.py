@@ -16,21 +16,23 @@
 """Asynchronous PPO with V-trace for several policies on ViZDoom: populations, bots, self-play.
 
     python appo_pbt_doom.py --env-id duel --num-policies 4 --with-pbt --total-timesteps 20000000
-    python appo_pbt_doom.py --env-id MODULE    # of PettingZoo, such as pettingzoo.butterfly.cooperative_pong_v6
-    python evaluate.py train_dir/NAME    # plays what the run of that name has learned: all policies against all
+    python appo_pbt_doom.py --env-id MODULE    # a PettingZoo game, such as pettingzoo.butterfly.cooperative_pong_v6
+    python evaluate.py train_dir/NAME    # plays the trained policies, all against all
 
-An edit of appo_doom.py. What differs:
-- several policies in one process: for each a copy that acts, its rollouts (`Policy`) and a learner; rows, blocks,
-  iterations and steps are counted for each; a checkpoint has all of them; a report for each;
-- with `--device cuda` policy p has GPU p modulo their number; each device has a thread in which its learners take
-  turns, in the default stream;
-- games have PettingZoo's parallel API (`make_game`): Doom, alone or as a match of several engines
-  (`DoomMatch`), whose output is not shown; or PettingZoo's, whose observations, rewards and actions may be all that
-  appo_gym.py takes (`arrays_of`), and whose large images are made smaller. Only Doom needs vizdoom;
-- who plays where (`seat_rows`); a third flag, `inactive`; the shaping and scores of matches (`DoomEnv`);
-- bar and log show the objective;
-- population-based training (`Population`), with coefficients of rewards among what it changes; a policy that diverges
-  is replaced (`iterate_all`).
+This file is an edit of appo_doom.py. What differs:
+
+- Several policies train in one process. Each has an acting copy with rollouts (`Policy`), a `Learner` and its own
+  report. Rows, blocks, iterations and steps are counted per policy. A checkpoint contains all policies.
+- With `--device cuda`, policy p uses GPU p modulo the number of GPUs. The learners of a device share one thread and
+  take turns.
+- Games have PettingZoo's parallel API (`make_game`). A Doom game, alone or as a match of several engines (`DoomMatch`),
+  needs vizdoom, and its engines print nothing. A PettingZoo game may have any observations, rewards and actions that
+  appo_gym.py supports (`arrays_of`); its large images are made smaller.
+- `seat_rows` decides which policy plays in which seat.
+- `DoomEnv` has the shaping and the scores of matches, and there is a third flag, `inactive`.
+- The progress bar and the log show the objective.
+- Population-based training (`Population`) also changes reward coefficients, and replaces a policy that diverges
+  (`iterate_all`).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerators)
      +-------------------------------+  request: split s  +------------------------------------------+
@@ -49,27 +51,28 @@ An edit of appo_doom.py. What differs:
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
 
-Words: a *worker* is one actor process; it steps its games in one or more *splits*. A *match* is a game of several
-engines, one for each player. A *row* is one agent's endless stream of experience; a *group* is the rows of one split of
-one worker, which ask for actions together, equally many for each policy. A *slot* is room for one rollout (T steps of
-one row), a *block* is the slots of a group's rows, in the rollouts of every policy. An *iteration* begins when the
-learners take the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples, one block at least, pass
-`num_epochs` times over them, each batch an optimiser step, and ends when the blocks are given back. A *step* is one
-decision of an agent, a *frame* one tick of the engine (frames = steps x frameskip). Every optimiser step makes a
-*version* of its policy; the *lag* of a sample is the policy's newest version minus the one that chose its action.
+Terms: a *worker* is one actor process; it steps its games in one or more *splits*. A *match* is a game of several
+engines, one for each player. A *row* is the endless stream of experience of one agent; a *group* is the rows of one
+split of one worker, which request actions together and are equally many for each policy. A *slot* holds one rollout (T
+steps of one row), and a *block* is one slot for each row of a group, in the rollouts of all policies. In an *iteration*
+the learners take the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples (at least one block).
+Each makes `num_epochs` passes over its rollouts in such batches, with one optimizer step per batch; then the blocks are
+given back. A *step* is one decision of an agent, a *frame* one tic of the engine (frames = steps x frameskip). Every
+optimizer step creates a *version* of its policy; the *lag* of a sample is the newest version of its policy minus the
+version that chose its action.
 
-One rule about time, from which everything follows. Environments reset on the step AFTER an episode ends (Gymnasium's
-NEXT_STEP): the step that ends an episode returns its last observation, the action chosen there is ignored, and the next
-observation is the first of the next episode. So three flags say all there is to know:
+One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
+an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
+the next episode. Three flags are therefore enough:
 
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
-    inactive[t]    action t does nothing, since the agent waits for its return to a match: step t is left out of losses
-                   and their metrics, inputs' statistics and the count of steps, but cuts neither the trace (where its
-                   ratio is 1, and its reward counts) nor the recurrent state
+    inactive[t]    action t does nothing, because the agent waits for its return to a match: step t is excluded from the
+                   losses and their metrics, the input statistics and the step count, but cuts neither the trace (where
+                   its ratio is 1 and its reward counts) nor the recurrent state
 
-and a transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action; an actor that was replaced)
-cuts the V-trace trace and is left out of every loss, mean and step count. A time limit needs no flag of its own: its
+A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action, or the replacement of an actor)
+cuts the V-trace trace and is excluded from every loss, mean and step count. A time limit needs no flag of its own: its
 last step bootstraps from the value of the true last observation.
 """
 
@@ -122,7 +125,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 from typeguard import TypeCheckError, check_type
 
-with contextlib.suppress(ImportError):  # games of PettingZoo need neither
+with contextlib.suppress(ImportError):  # PettingZoo games need neither
     import envpool_assets
     import vizdoom
 
@@ -148,20 +151,20 @@ class Args:
 
     # --- run
     env_id: str = "basic"
-    """matches: duel, deathmatch (4 agents and 4 bots); against bots: duel_bots, deathmatch_bots; alone: basic,
+    """matches: duel, deathmatch (4 agents and 4 bots); against bots: duel_bots, deathmatch_bots; single-player: basic,
     my_way_home, deadly_corridor, defend_the_center, defend_the_line, health_gathering, health_gathering_supreme,
-    battle, battle2, or benchmark (battle without measurements and shaping, with 9 flat actions); or a game of
-    PettingZoo's, by its module, such as pettingzoo.butterfly.cooperative_pong_v6"""
+    battle, battle2, benchmark (battle without measurements and shaping, with 9 flat actions); or the module of a
+    PettingZoo game, such as pettingzoo.butterfly.cooperative_pong_v6"""
     cfg_path: str | None = None  # path of your own ViZDoom scenario (.cfg), used instead of `env_id`
-    match_wad: str | None = None  # file with the map of matches; None: ViZDoom's cig.wad
-    frameskip: int = 4  # engine ticks (frames) per step of the agent; in PettingZoo 1
+    match_wad: str | None = None  # file with the map of matches. Default: ViZDoom's cig.wad
+    frameskip: int = 4  # engine tics (frames) per step of an agent; always 1 in PettingZoo
     reward_scale: float = 1.0  # factor of all rewards, in addition to the scenario's own scale
     reward_clip: float = 10.0  # clip of the scaled rewards, to +- this; inf: no clipping
     seed: int = 1  # seed of the network, the action sampling and the environments
-    total_timesteps: int = 1_000_000  # stop when policies have made this many steps (frames / frameskip) in the mean
+    total_timesteps: int = 1_000_000  # stop when the policies average this many steps (frames / frameskip)
     train_for_seconds: float = np.inf  # seconds of training, from this session's first iteration on
     device: str | None = None
-    """cpu, cuda (all GPUs), or cuda:1 (the second one). Default: cuda where there is a GPU"""
+    """cpu, cuda (all GPUs), or cuda:1 (the second GPU). Default: cuda if there is a GPU"""
     cuda_graphs: bool = False
     """record acting and the gradient computation as CUDA graphs, one for each batch size, so that each is one launch;
     ignored on a CPU"""
@@ -187,24 +190,25 @@ class Args:
     sync: bool = False  # alternate between collecting and learning, so that every iteration starts at lag 0
 
     # --- population
-    num_policies: int = 2  # in the same games
+    num_policies: int = 2  # number of policies, all in the same games
     policy_settings: str = "{}"
-    """numbers of TUNED, or coefficients of the reward, that a policy begins with, as JSON:
-    {"1": {"learning_rate": 0.01}} (policy 1)"""
-    with_pbt: bool = False  # population-based training: mutate settings, replace the worst policies by the best
+    """initial values of a policy's TUNED flags or reward coefficients, as JSON: {"1": {"learning_rate": 0.01}} (for
+    policy 1)"""
+    with_pbt: bool = False  # population-based training: mutate settings, and replace the worst policies by the best
     pbt_target_objective: Literal["episodic_return", "kills", "frags", "win"] | None = None
-    """the mean of the last 100 episodes; None: win of a match between agents, frags against bots, else the return"""
-    pbt_start_mutation: int = 5_000_000  # steps that the slowest policy makes before the first exchange
-    pbt_period_env_steps: int = 1_250_000  # steps that the slowest policy makes between exchanges
-    pbt_replace_fraction: float = 0.3  # share of the population that counts as best, and as worst; half at most
-    pbt_replace_reward_gap: float = 0.1  # replace by one that is better by more than this share of the larger objective
-    pbt_mutation_rate: float = 0.15  # chance of each number to change
-    pbt_perturb_min: float = 1.05  # smallest factor by which a number is multiplied or divided; what is 0 stays 0
-    pbt_perturb_max: float = 1.5  # largest factor of such a change
+    """objective, as the mean over the last 100 episodes. Default: win in a match between agents, frags against bots,
+    otherwise the return"""
+    pbt_start_mutation: int = 5_000_000  # steps of the slowest policy before the first exchange
+    pbt_period_env_steps: int = 1_250_000  # steps of the slowest policy between exchanges
+    pbt_replace_fraction: float = 0.3  # fraction of the population that counts as best, and as worst; at most half
+    pbt_replace_reward_gap: float = 0.1  # least gap for a replacement, as a fraction of the larger objective
+    pbt_mutation_rate: float = 0.15  # probability that a setting changes
+    pbt_perturb_min: float = 1.05  # smallest factor by which a setting is multiplied or divided; 0 stays 0
+    pbt_perturb_max: float = 1.5  # largest such factor
 
     # --- algorithm
     rollout: int = 32  # steps per rollout (T)
-    batch_size: int = 1024  # samples of a policy per optimiser step, about: a batch is of whole rollouts
+    batch_size: int = 1024  # approximate samples of a policy per optimizer step: batches consist of whole rollouts
     num_batches_per_epoch: int = 1  # approximate batches per iteration; --sync: one rollout of every row
     num_epochs: int = 1  # passes over the rollouts of an iteration
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hide jitter but add lag
@@ -257,14 +261,14 @@ class Args:
 
     @functools.cached_property
     def seats(self) -> int:
-        """How many agents play in a game."""
+        """Number of agents in a game."""
         return len(make_game(self).possible_agents)
 
 
 # === Environment ======================================================================================================
 
-# What is summed over each episode, and reported as the mean over the last 100: the engine's own reward, 1 a step, and
-# numbers in an agent's `info`, by the names here; Doom gives them when an episode ends
+# Sums over each episode, reported as means over the last 100 episodes: the engine's own reward, steps, and these keys
+# of an agent's `info`, which Doom adds at the end of an episode
 OWN_SUMS = ("kills", "frags", "deaths", "place", "win")
 EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
 
@@ -274,7 +278,7 @@ IMAGE_SIDE = 36  # shortest side that `image_encoder` can take; a uint8 array wi
 ENGINE_MEMORY = 3  # MiB of /dev/shm; an engine's file is 10 MiB but sparse: at 160x120 at most 2.8 MiB are used
 # The agent's image, height, width, RGB: 3 of every 5 rows and 4 of every 5 columns of the engine's screen
 IMAGE = (72, 128, 3)
-# Read from every engine. USER2 is the number of kills in battle and battle2. All but FRAGCOUNT are at least 0.
+# Variables read from every engine; USER2 counts kills in battle and battle2. All but FRAGCOUNT are clipped below at 0
 VARIABLES = ("SELECTED_WEAPON", "SELECTED_WEAPON_AMMO", "HEALTH", "USER2")
 VARIABLES += ("ARMOR", "ATTACK_READY", "PLAYER_COUNT", "DEAD", "DEATHCOUNT", "HITCOUNT", "DAMAGECOUNT")
 VARIABLES += (*(f"WEAPON{k}" for k in range(8)), *(f"AMMO{k}" for k in range(8)), "FRAGCOUNT")
@@ -291,12 +295,12 @@ class Scenario(NamedTuple):
     time_limit: float = 2100
     reward_scale: float = 1.0
     measurements: bool = False  # 23 numbers beside the image
-    shaping: str = ""  # what is added to the engine's reward: "", "gathering" or a name in SHAPING
+    shaping: str = ""  # kind of bonus added to the engine's reward: "", "gathering" or a name in SHAPING
     settings: dict = {}  # engine settings that override SETTINGS; living_reward is per tic
-    match: bool = False  # a deathmatch over the network: frags are the score
-    agents: int = 1  # players that learn
-    bots: int = 0  # players that the engine plays
-    respawn: int = 0  # seconds from a death to the return
+    match: bool = False  # a deathmatch over the network, in which frags are the score
+    agents: int = 1  # number of players that learn
+    bots: int = 0  # number of players that the engine controls
+    respawn: int = 0  # seconds from death to return
 
 
 TURN = ("TURN_LEFT", "TURN_RIGHT")
@@ -368,8 +372,8 @@ SCENARIOS = {
 }
 RULES = "+sv_forcerespawn 1 +sv_noautoaim 1 +sv_respawnprotect 1 +sv_spawnfarthest 1"
 RULES += " +sv_nocrouch 1 +sv_nojump 1 +sv_nofreelook 1 +sv_noexit 1"
-# Sample Factory's reward shaping: what growth (+) and fall (-) of a variable are worth, and each step with a weapon
-# that is loaded, and has been in hand for five steps
+# Sample Factory's reward shaping: coefficients of a variable's increase (+) and decrease (-), and the reward of each
+# step with a loaded weapon that has been in hand for five steps
 WEIGHTS = (1, 1, 1, 5, 5, 5, 10, 10)  # of weapons 0 to 7
 SELECTED = {f"SELECTED{k}": 2e-4 * w for k, w in enumerate(WEIGHTS)}
 HEALTH = {"HEALTH+": 0.005, "HEALTH-": -0.003}
@@ -382,16 +386,16 @@ BOTS |= {"HITCOUNT+": 0.01, "HITCOUNT-": -0.01, "DAMAGECOUNT+": 0.003, "DAMAGECO
 AGENTS = {"FRAGCOUNT+": 1.0, "FRAGCOUNT-": -0.001, "DEATHCOUNT+": -1.0, "DEATHCOUNT-": 1.0}
 AGENTS |= {"DAMAGECOUNT+": 0.01, "DAMAGECOUNT-": -0.01, "HEALTH+": 0.01, "HEALTH-": -0.01}
 SHAPING = dict(battle=HEALTH | SELECTED, bots=ITEMS | BOTS, match=ITEMS | AGENTS)
-MOST = dict(DAMAGECOUNT=200.0, HITCOUNT=5.0)  # growth in a step, at most
+MOST = dict(DAMAGECOUNT=200.0, HITCOUNT=5.0)  # largest increase that counts in a step
 
 
 def scenario_of(args: Args) -> Scenario:
-    """An empty one where it is a user's own, or no game of Doom."""
+    """Returns the scenario, or an empty one for a user's own scenario and for a game other than Doom."""
     return SCENARIOS.get("" if args.cfg_path else args.env_id, Scenario("", (), ()))
 
 
 def shaping_of(args: Args) -> dict[str, float]:
-    """The coefficients of a scenario's reward, by name."""
+    """Returns the reward coefficients of a scenario, by name."""
     return SHAPING.get(scenario_of(args).shaping, {})
 
 
@@ -404,8 +408,8 @@ def launcher():
         raise UserError("setpriv is missing, with which engines end when we do: install util-linux 2.33 or newer")
     folder = shlex.quote(tempfile.gettempdir())
     engine = shlex.quote(f"{Path(vizdoom.__file__).parent}/vizdoom")
-    # If its parent died before the kernel was told to watch it, the engine is not started. The engines of a match would
-    # tell of each other on the terminal.
+    # Does not start the engine if its parent died before the kernel was told to watch it. Discards output, because the
+    # engines of a match would report each other on the terminal.
     script = f"""#!/bin/sh
 trap '' INT TERM
 mkdir -p {folder}/_vizdoom && cd {folder} || exit 1
@@ -422,19 +426,19 @@ def engine_ids(process="self"):
 
 
 def unlink_shared_memory(engines):
-    """Takes away the names of these engines' shared memory, which they have opened or never will: then it goes with
-    them, however they end. Files are left, of 3 MiB each at most, only where an actor dies by itself, or a match cannot
-    start, while engines start."""
+    """Unlinks the shared memory of these engines, which have opened it already or never will, so that it disappears
+    with them however they end. Files of at most 3 MiB each remain only if, while engines start, their actor dies by
+    itself or their match fails to start."""
     for engine in engines:
         for path in Path("/dev/shm").glob(f"ViZDoom*{engine}"):
             path.unlink(missing_ok=True)
 
 
 class DoomEnv(gym.Env):
-    """What one player sees and does, alone or in a match. Observation: the image `obs`, uint8 [72, 128, 3], in some
-    scenarios beside `vector`, float32 [23] measurements. `info["raw_reward"]` is the engine's own reward, before
-    shaping, scale and clip, in a match the change of frags: scores are sums of it. In a match `info["inactive"]` says
-    whether it waits for its return. At the end there are `scores`. `shaping`: the coefficients of its reward."""
+    """One player, alone or in a match. Observations are the image `obs`, uint8 [72, 128, 3], and in some scenarios
+    `vector`, float32 [23] measurements. `info["raw_reward"]` is the engine's reward before shaping, scale and clip, or
+    in a match the change of frags; scores are its sums. In a match, `info["inactive"]` is True while the player waits
+    for its return. At the end of an episode, `info` has the `scores`. `shaping` holds the reward coefficients."""
 
     def __init__(self, args: Args, render_mode=None):
         self.args = args
@@ -469,7 +473,7 @@ class DoomEnv(gym.Env):
             self.presses.append(press)
             buttons = buttons[press.shape[1] :]
         if self.scenario.match:
-            self.presses[-1] *= 1.25  # turns by up to 12.5 degrees a tic, as in Sample Factory
+            self.presses[-1] *= 1.25  # turns of up to 12.5 degrees per tic, as in Sample Factory
         spaces = dict(obs=Box(0, 255, IMAGE, np.uint8))
         if self.scenario.measurements:
             spaces["vector"] = Box(-np.inf, np.inf, (23,), np.float32)
@@ -481,7 +485,7 @@ class DoomEnv(gym.Env):
             raise UserError(f"unknown --env-id {env_id}; there are {', '.join(SCENARIOS)}, and PettingZoo's modules")
         self.scenario = SCENARIOS[env_id]
         wads = envpool_assets.asset_path() / "vizdoom" / "maps"  # vizdoom's maps, and Sample Factory's battles
-        wad = wads / (self.scenario.match and self.args.match_wad or self.scenario.wad)  # that flag's path is absolute
+        wad = wads / (self.scenario.match and self.args.match_wad or self.scenario.wad)  # --match-wad is absolute
         if not wad.exists():
             raise UserError(f"there is no {wad}")
         self.game.set_doom_scenario_path(str(wad))
@@ -526,11 +530,11 @@ class DoomEnv(gym.Env):
         self.tics = 0
         self.weapons = deque(maxlen=5)
         observation = self.observation()
-        self.deaths = self.now["DEATHCOUNT"]  # the engine goes on counting
+        self.deaths = self.now["DEATHCOUNT"]  # the engine keeps counting
         info = {}
         if self.scenario.match:
             info = {"inactive": self.now["DEAD"] > 0}
-            self.now["DEAD"] = 1.0  # it may begin before the first life does
+            self.now["DEAD"] = 1.0  # the episode may begin before the first life
         return observation, info
 
     def observation(self):
@@ -548,7 +552,7 @@ class DoomEnv(gym.Env):
         if not self.scenario.measurements:
             return dict(obs=image)
         weapon, ammo, health, kills, armor, ready, players = self.variables[:7]
-        vector = np.zeros(23, np.float32)  # Sample Factory's layout; entries for matches stay 0
+        vector = np.zeros(23, np.float32)  # Sample Factory's layout
         vector[[0, 1, 2, 4, 6]] = round(weapon), min(5.0, ammo / 15), health / 30, kills / 10, 1 / 5
         if self.scenario.match:
             vector[[3, 5, 6]] = armor / 30, ready, players / 5
@@ -557,14 +561,15 @@ class DoomEnv(gym.Env):
         return dict(obs=image, vector=vector)
 
     def make_action(self, buttons):
-        """In a match tic by tic: engines that are asked for several tics wait for each other for ever now and then."""
+        """Presses the buttons for `frameskip` tics and returns the engine's reward. A match advances tic by tic,
+        because engines that are asked for several tics occasionally wait for each other forever."""
         if not self.barrier:
             return self.game.make_action(buttons, self.args.frameskip)
         self.game.set_action(buttons)
         for tics in reversed(range(self.args.frameskip)):
             self.barrier.wait()
             self.game.advance_action(1, not tics)
-        return 0.0  # the engine has no reward for a match: frags are in the shaping
+        return 0.0  # the engine has no reward for a match; the shaping includes frags
 
     def step(self, action: np.ndarray):
         buttons = np.concatenate([press[a] for press, a in zip(self.presses, action)])
@@ -584,7 +589,7 @@ class DoomEnv(gym.Env):
         return observation, reward, terminated, truncated, info
 
     def bonus(self, before, now):
-        """Sample Factory's reward shaping, with coefficients that can change."""
+        """Returns Sample Factory's reward shaping, with coefficients that can change."""
         if self.scenario.shaping == "gathering":
             return float(now["HEALTH"] > before["HEALTH"])
         if not self.shaping:
@@ -593,7 +598,7 @@ class DoomEnv(gym.Env):
         self.weapons.append(weapon)
         names = now
         if not now["DEAD"] and (before["DEAD"] or now["DEATHCOUNT"] > before["DEATHCOUNT"]):
-            names = ("FRAGCOUNT", "DEATHCOUNT")  # a new life, perhaps begun within the step, has other numbers
+            names = ("FRAGCOUNT", "DEATHCOUNT")  # in a new life, perhaps begun within the step, the others start afresh
         bonus = 0.0
         for name in names:
             change = min(now[name] - before[name], MOST.get(name, np.inf))
@@ -603,12 +608,12 @@ class DoomEnv(gym.Env):
         return bonus
 
     def scores(self):
-        """Of the episode that ends: `kills`; of a match also `frags`, `deaths`, `place` (1: nobody has more frags) and
-        `win` (1 if first and alone in that, else 0)."""
+        """Returns the scores of the episode that ends: `kills`, and in a match `frags`, `deaths`, `place` (1: nobody
+        has more frags) and `win` (1 for the sole first place, otherwise 0)."""
         kills = self.now["USER2"]
         if not self.scenario.match:
             return dict(kills=kills)
-        leads = []  # of each player, itself included
+        leads = []  # of every player over this one, including itself
         mine = self.now["FRAGCOUNT"]
         for k in range(int(self.now["PLAYER_COUNT"])):
             variable = getattr(vizdoom.GameVariable, f"PLAYER{k + 1}_FRAGCOUNT")
@@ -627,8 +632,8 @@ class DoomEnv(gym.Env):
 
 
 class DoomMatch:
-    """Doom with PettingZoo's parallel API: for one player, or a match of several, whose engines talk over the loopback.
-    Observations and `info` are those of `DoomEnv`."""
+    """A Doom game with PettingZoo's parallel API, for one player or for a match of several, whose engines communicate
+    over the loopback interface. Observations and `info` are those of `DoomEnv`."""
 
     def __init__(self, args: Args, **options):
         self.scenario = scenario_of(args)
@@ -644,9 +649,10 @@ class DoomMatch:
         return self.players[0].action_space
 
     def together(self, function, *arguments):
-        """Calls function(player, argument...) for all players, each in a thread, and returns the results. What one
-        raises is raised without waiting for the others: their engines may wait for its engine for ever. Then, as after
-        Ctrl-C, this process ends, and with it all its engines (with --num-workers 0 after a second Ctrl-C)."""
+        """Calls function(player, argument...) for every player, each in its own thread, and returns the results. Raises
+        the first exception without waiting for the other players, whose engines may wait for the failed one forever.
+        This process then ends, as it does after Ctrl-C, and its engines with it (with --num-workers 0, after a second
+        Ctrl-C)."""
         if len(self.players) == 1:
             return [function(self.players[0], *(values[0] for values in arguments))]
         futures = [self.pool.submit(function, *values) for values in zip(self.players, *arguments)]
@@ -659,14 +665,14 @@ class DoomMatch:
         return [future.result() for future in futures]
 
     def start(self, seed):
-        """Starts the engines of a match. They talk over a UDP port; we keep the TCP port of that number, so that no
-        other match takes it. Joining engines get numbers of their own, from 32768 on."""
+        """Starts the engines of a match, which communicate over a UDP port. Occupies the TCP port of the same number,
+        so that no other match takes it. Joining engines get their own ports, from 32768 on."""
         self.port = socket.socket()
         while not (port := self.port.getsockname()[1]):
-            with contextlib.suppress(OSError):  # it is taken
+            with contextlib.suppress(OSError):  # the port is taken
                 self.port.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
         n = len(self.players)
-        self.pool = concurrent.futures.ThreadPoolExecutor(n)  # its threads stay: an engine ends with its starter's
+        self.pool = concurrent.futures.ThreadPoolExecutor(n)  # kept: an engine ends with the thread that started it
         host = f"-host {n} -port {port} -deathmatch +viz_respawn_delay {self.scenario.respawn} {RULES}"
         for i, player in enumerate(self.players):
             player.game.add_game_args(f"-join 127.0.0.1:{port}" if i else host)
@@ -677,10 +683,10 @@ class DoomMatch:
         try:
             self.together(lambda player: player.game.init())
         finally:
-            unlink_shared_memory(engine_ids())  # only now, when all engines of the match have opened it
+            unlink_shared_memory(engine_ids())  # only now have all engines of the match opened it
 
     def reset(self, seed=None, options=None):
-        """options["shaping"]: the coefficients of each agent, by the names of `shaping_of`."""
+        """Takes options["shaping"], the reward coefficients of each agent by name, as in `shaping_of`."""
         if self.scenario.match and not self.players[0].game.is_running():
             self.start(seed)
         observations, infos = zip(*self.together(functools.partial(DoomEnv.reset, seed=seed)))
@@ -696,14 +702,14 @@ class DoomMatch:
     def step(self, actions):
         results = zip(*self.together(DoomEnv.step, [actions[agent] for agent in self.agents]))
         observations, rewards, terminated, truncated, infos = (dict(zip(self.agents, values)) for values in results)
-        over = terminated["player_0"]  # for all of them, as is the time limit
+        over = terminated["player_0"]  # for all players, like the time limit
         terminated = dict.fromkeys(self.agents, over)
         if over or truncated["player_0"]:
             self.agents = []
         return observations, rewards, terminated, truncated, infos
 
     def render(self):
-        """The engines' screens side by side, uint8 [120, 160 x players, 3]."""
+        """Returns the engines' screens side by side, uint8 [120, 160 x players, 3]."""
         return np.concatenate([player.render() for player in self.players], axis=1)
 
     def close(self):
@@ -746,7 +752,7 @@ def heads_of(space):
 
 
 def smaller(array):
-    """Returns evenly spaced rows and columns of an image, at most 128 of each; a vector as it is."""
+    """Returns evenly spaced rows and columns of an image, at most 128 of each, or a vector unchanged."""
     if array.ndim == 1:
         return array
     rows, columns = (math.ceil(n / 128) for n in array.shape[:2])
@@ -754,8 +760,8 @@ def smaller(array):
 
 
 def arrays_of(space, observation):
-    """Yields the arrays that an observation becomes, with their names. Where `observation` is the space itself they are
-    zeros, and there is a warning of what is left out."""
+    """Yields (name, array) for each numeric leaf of an observation. If `observation` is the space itself, yields
+    placeholders, and warns about every leaf that is left out."""
     for name, own, part in parts_of(space, observation):
         if isinstance(own, NUMERIC_SPACES):
             if part is own:
@@ -770,13 +776,16 @@ def is_doom(args: Args) -> bool:
 
 
 def make_game(args: Args, **options):
-    """One game. Edit this function to train on something else.
+    """Returns one game. Edit this function to train on something else.
 
-    What it returns has PettingZoo's parallel API, and starts nothing before `reset`. Spaces of agents may differ in
-    bounds only; observations become images and vectors (`as_array`), named `obs` or, in a Dict, obs/KEY; actions are
-    Discrete, MultiDiscrete or MultiBinary. In an agent's info there may be `raw_reward`, of which scores are sums;
-    `inactive`, where its next action does nothing; and `OWN_SUMS`. `reset` gets options["shaping"]: of each agent the
-    coefficients, none where the scenario has none. `agents` is empty when a game is over."""
+    The game must have PettingZoo's parallel API and start nothing before `reset`:
+
+    - The spaces of its agents may differ only in their bounds. Observations become images and vectors (`as_array`),
+      named `obs`, or obs/KEY in a Dict. Actions are Discrete, MultiDiscrete or MultiBinary.
+    - The `info` of an agent may have `raw_reward`, whose sums are the scores, `inactive`, which is True if the agent's
+      next action does nothing, and the keys in `OWN_SUMS`.
+    - `reset` receives options["shaping"], the reward coefficients of each agent, if the scenario has any.
+    - `agents` is empty when the game is over."""
     if is_doom(args):
         return DoomMatch(args, **options)
     try:
@@ -798,12 +807,12 @@ class Spaces(NamedTuple):
 
 
 def spaces_of(args: Args) -> Spaces:
-    """Returns the spaces that all agents of a game have. Raises UserError where the pipeline does not support them."""
+    """Returns the spaces shared by all agents of a game. Raises UserError if the pipeline does not support them."""
     with contextlib.closing(make_game(args)) as game:
         spaces = [(game.observation_space(agent), game.action_space(agent)) for agent in game.possible_agents]
     found = []
     for space, action in spaces:
-        # whatever the bounds
+        # ignores the bounds
         obs = {name: Box(0, 255, array.shape, array.dtype.type) for name, array in arrays_of(space, space)}
         found.append(Spaces(obs, heads_of(action)))
     if found.count(found[0]) < len(found) or not all(found[0]):
@@ -899,14 +908,14 @@ def image_encoder(space, hidden_size):
 
 
 class Agent(nn.Module):
-    """Convolutions for each image and two layers of `vector_size` (ELU) for all vectors, joined, then a recurrent
-    core, if asked for, then value and logits.
+    """Concatenates the features of a convolutional encoder for each image and of two ELU layers for all vectors; an
+    optional recurrent core, a value head and a policy head follow.
 
-    A network of your own has these two arguments, `heads` (of Spaces), `state_size` (floats of recurrent state for each
-    row; 0 for none), `normalizers` by name, `reduced` (modules whose weights act in bfloat16), and `forward`, which
-    changes nothing. To forbid actions, give `masked_fill(obs["obs/NAME"] == 0, -torch.inf)` of the logits; each head
-    must keep an action, at an episode's last observation, too. Flags of this network: precision, rnn_type, hidden_size,
-    vector_size."""
+    A network of your own takes (spaces, args) and needs `heads` (from Spaces), `state_size` (floats of recurrent state
+    per row, 0 for none), `normalizers` (by observation name), `reduced` (modules whose weights act in bfloat16) and a
+    `forward` without side effects. To mask actions, return `logits.masked_fill(obs["obs/NAME"] == 0, -torch.inf)`;
+    every head must keep at least one action, even at the last observation of an episode. The flags precision, rnn_type,
+    hidden_size and vector_size belong to this network."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
@@ -1068,10 +1077,10 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     batch has the fields of Rollouts [time, rollout, ...] and `lags`, int64 [T, B]. Returns the loss and metrics, on the
     device.
 
-    A loss of your own goes here: of each sample [T, B], averaged by `mean`, added to `loss`. What it needs to know of
-    the moment of acting is one more field of `Rollouts`, written in `Policy.choose`. If it is in the environment's
-    `info`, it is also a field of `Mailbox`, written in `WorkerEnvs.write` and copied in `Policy.store` (what tells of a
-    step's outcome at t - 1, as the reward)."""
+    To add a loss, compute it per sample [T, B], average it with `mean` and add it to `loss`. If it needs a value from
+    acting time, add a field to `Rollouts` and write it in `Policy.choose`. If that value comes from an agent's `info`,
+    also add a field to `Mailbox`, write it in `WorkerEnvs.write` and copy it in `Policy.store` (at t - 1 if it is an
+    outcome of the step, like the reward)."""
     valid = (~batch.first[1:]).float()
     used = valid * ~batch.inactive[:-1] * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
@@ -1079,7 +1088,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     logprobs = log_prob(choices, batch.actions)
     entropy = sum(map(entropy_of, choices))
     divergence = sum(map(symmetric_kl, choices))
-    log_ratio = (logprobs - batch.logprobs) * ~batch.inactive[:-1]  # whatever was chosen there, nothing was done
+    log_ratio = (logprobs - batch.logprobs) * ~batch.inactive[:-1]  # 0 for an action that did nothing
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
     vs, advantages = vtrace(
@@ -1117,12 +1126,12 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
 
 
 def num_rows(args: Args) -> int:
-    """Of each policy."""
+    """Returns the number of rows of each policy."""
     return max(1, args.num_workers) * args.worker_num_splits * rows_per_group(args)
 
 
 def rows_per_group(args: Args) -> int:
-    """Of each policy. Raises UserError."""
+    """Returns the number of rows of each policy. Raises UserError."""
     splits = args.worker_num_splits
     if args.num_envs_per_worker % splits:
         raise UserError(
@@ -1135,7 +1144,7 @@ def rows_per_group(args: Args) -> int:
 
 
 def slice_of(args: Args, i: int) -> slice:
-    """A policy's rows of group i, or its slots of block i: a block has as many slots as a group has rows."""
+    """Returns a policy's rows of group i, or its slots of block i: a block has as many slots as a group has rows."""
     n = rows_per_group(args)
     return slice(i * n, i * n + n)
 
@@ -1177,11 +1186,12 @@ def of_each(function, fields):
 
 
 class Mailbox:
-    """The only memory that actors share with the main process. The rows of a policy lie together, and among them those
-    of a group.
+    """The only memory that actors share with the main process. The rows of a policy are contiguous, and among them the
+    rows of a group.
 
-    Between request and reply a group's rows belong to the inference thread, otherwise to its actor: no locks. But
-    `shaping` is written at any time: an episode that begins then may have some old and some new coefficients."""
+    Between request and reply, the rows of a group belong to the inference thread, otherwise to its actor, so they need
+    no lock. Only `shaping` is written at any time: an episode that begins meanwhile may mix old and new
+    coefficients."""
 
     def __init__(self, spaces: Spaces, rows: int, coefficients: int):
         # written by the actor, between a reply and its next request
@@ -1199,8 +1209,8 @@ class Mailbox:
         self.shaping = torch.zeros(rows, coefficients, dtype=torch.float64)  # of its policy, see `shaping_of`
 
     def numpy(self, rows=slice(None)) -> SimpleNamespace:
-        """The same memory, now shared, as NumPy arrays, whose indexing is much cheaper than torch's. Raises UserError
-        where /dev/shm is full."""
+        """Moves the fields to shared memory and returns these rows as NumPy arrays, whose indexing is cheaper than
+        torch's. Raises UserError if /dev/shm is full."""
         try:
             return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy()[rows], vars(self)))
         except RuntimeError as error:
@@ -1208,23 +1218,22 @@ class Mailbox:
 
 
 class Rollouts:
-    """A policy's memory in the main process alone, [time, slot, ...]. Observations, and what inference computes, stay
-    on the device. Flags, rewards and versions are arrays of the host, where the learner finds valid samples without
-    asking the device. `Learner.gather` copies every field, of either kind. Rewards and log-probabilities start as NaN:
-    were a slot read before it is written, the loss would say so.
+    """A policy's rollouts [time, slot, ...], private to the main process. Observations and the results of inference
+    stay on the device. Flags, rewards and versions are host arrays, so that the learner can find valid samples without
+    waiting for the device. `Learner.gather` copies every field. Rewards and log-probabilities start as NaN, so that
+    reading an unwritten slot makes the loss NaN.
 
-    A block of slots is FILLING from when its group gets it until the rollouts are complete, then FULL (both in
-    `Inference.serve`). `collect` makes it LEARNING, `train` gives it back, and `Inference.receive` makes it FREE. All
-    policies have the same blocks."""
+    The life of a block, which has slots of all policies: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in
+    `collect`, -> FREE in `train`, which returns it, and `Inference.receive`."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device; T + 1 because the last value bootstraps from obs[T]
-        self.obs = zeros_for(spaces, T + 1, slots, device=device)
+        # on the device, written by `Policy.store_obs` (obs), `Inference.serve` (rnn_state) and `choose` (the others)
+        self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
         self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
-        # on the host
+        # on the host, written by `Policy.store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
@@ -1233,16 +1242,17 @@ class Rollouts:
 
 
 def seat_rows(args: Args, session: int) -> np.ndarray:
-    """[worker, split, agent of its games] -> the agent's row in the mailbox, which says its policy: for good.
+    """Returns the mailbox row of each agent [worker, split, agent of its games]. The row determines the agent's policy
+    for the whole session.
 
-    P games in a row give each of P policies every seat once. Seat 0 goes in order; each other seat is shifted by a
-    number that changes every P games. In games for two, of which there are a multiple of P x P, each meets all, itself
-    included, equally often; where there are fewer, some never meet. Another session (a resumed run) has other pairs; an
-    actor that takes another's place has the same."""
+    In P consecutive games, each of the P policies takes every seat once. The policies take seat 0 in order, and every
+    other seat in that order shifted by a number that changes every P games. If the number of two-player games is a
+    multiple of P x P, every policy meets every policy, itself included, equally often; with fewer games, some never
+    meet. Another session (a resumed run) has other pairs; an actor that replaces another has the same."""
     P = args.num_policies
     games = max(1, args.num_workers) * args.num_envs_per_worker
     rng = np.random.default_rng((args.seed, session))
-    all_shifts = np.r_[0, 1 + rng.permutation(P - 1)]  # 0 for seat 0: where games are few, nobody plays only itself
+    all_shifts = np.r_[0, 1 + rng.permutation(P - 1)]  # 0 for seat 0, so with few games nobody plays only itself
     shifts = rng.permuted(np.resize(all_shifts, (args.seats, games // P)), axis=1)
     shifts[0] = 0
     policies = (np.arange(P)[:, None] + shifts.T[:, None]).ravel() % P  # of each agent, game by game
@@ -1254,14 +1264,14 @@ def seat_rows(args: Args, session: int) -> np.ndarray:
 
 
 class WorkerEnvs:
-    """The games of one split of a worker. `reset` and `step` write the group's rows of the mailbox; from then on the
-    rows belong to the caller, until it has filled in the actions and calls `step` again. The step in which an agent
-    leaves before the others ends its episode; those after it, until the game begins anew, are invalid, as are those of
-    one that is not there yet."""
+    """The games of one split of a worker. `reset` and `step` write the group's mailbox rows, which then belong to the
+    caller until it has filled in the actions and calls `step` again. If an agent leaves before the others, that step
+    ends its episode. Its steps from then until the game restarts are invalid, as are the steps of an agent that has not
+    joined yet."""
 
     def __init__(self, args: Args, rows: np.ndarray, mailbox: SimpleNamespace, seed: int, **options):
-        """rows: of the agents of the first game, then of the second, and so on; mailbox: its arrays. Game i is seeded
-        with seed + i, modulo 2**30; options are for each."""
+        """Takes the rows of the first game's agents, then of the second's, and so on, and the mailbox's arrays. Game i
+        is seeded with seed + i; the seed is reduced modulo 2**30. Options are passed to `make_game`."""
         self.args = args
         self.mailbox = mailbox
         self.rows = rows.reshape(-1, args.seats).tolist()
@@ -1270,11 +1280,11 @@ class WorkerEnvs:
         self.sums = {row: np.zeros(len(EPISODE)) for row in rows.tolist()}  # of the running episodes
 
     def reset(self):
-        self.ended = dict.fromkeys(self.sums, True)  # by row: its last step ended an episode, the next one is invalid
+        self.ended = dict.fromkeys(self.sums, True)  # by row: the last step ended an episode, the next is invalid
         self.step(self.seed)
 
     def step(self, seed=None):
-        """A game that is over begins anew, and its actions are ignored; with a seed, all games."""
+        """Steps all games. A game that is over is reset, and its actions are ignored. With a seed, all are reset."""
         names = shaping_of(self.args)
         for i, (game, rows) in enumerate(zip(self.games, self.rows)):
             row_of = dict(zip(game.possible_agents, rows))
@@ -1298,7 +1308,7 @@ class WorkerEnvs:
                 self.write(row, arrays, reward, terminated, ends, infos.get(agent, {}))
 
     def action(self, space, row):
-        # a copy: the game may keep it; [()]: a number, where it is one
+        # a copy, because the game may keep a reference; [()] turns a 0-d array into a scalar
         action = self.mailbox.action[row].reshape(space.shape).astype(space.dtype)[()]
         return action + getattr(space, "start", 0)
 
@@ -1339,9 +1349,8 @@ def answer(pipe):
 
 
 def run_actor(args: Args, worker: int, rows: np.ndarray, seed: int, mailbox: Mailbox, pipe):
-    """Body of an actor. It sends the number of a split when its rows are written, and receives one when the actions
-    are. A string says what went wrong. The end of the pipe is the end of the other side, however it died. rows: of each
-    split."""
+    """Body of an actor. Takes the rows of each split. Protocol on its pipe: the number of a split = its rows are
+    written, or its actions are ready; a str = an error; EOF = the other side is gone, however it ended."""
     if args.num_workers:  # otherwise this is a thread of the main process
         os.set_inheritable(pipe.fileno(), False)  # child processes of the environment would delay EOF
         # The kernel stops a background process group that uses its terminal, unless it ignores these signals
@@ -1473,15 +1482,15 @@ def recorded(function, device):
 
 
 class Policy:
-    """One policy's rows: their recurrent states, rollouts and last episodes, and what acts for them.
+    """Acts for one policy, and holds the recurrent states, the rollouts and the last episodes of its rows.
 
-    It acts with a copy of the learner's network. Acting with it and overwriting it both hold the lock until the device
-    is done: no action comes from half an update."""
+    It acts with a copy of the learner's network. Whoever acts with the copy or overwrites it holds the lock until the
+    device is done, so no action comes from half an update."""
 
     def __init__(
         self, args: Args, spaces: Spaces, agent: Agent, mailbox: SimpleNamespace, filling: dict, t: np.ndarray
     ):
-        """mailbox: the part with its rows; filling, t: those of `Inference`, the same objects."""
+        """Takes its rows of the mailbox, and the `filling` and `t` objects of `Inference`, which it only reads."""
         self.args = args
         self.device = next(agent.parameters()).device
         self.mailbox = mailbox
@@ -1502,7 +1511,7 @@ class Policy:
         slots = num_blocks(args) * rows_per_group(args)
         self.rollouts = Rollouts(spaces, args.rollout, slots, agent.state_size, self.device)
         self.state = torch.zeros(num_rows(args), agent.state_size, device=self.device)
-        self.episodes = deque(maxlen=100)  # the last finished ones, see EPISODE; from `Learner.become` on a donor's
+        self.episodes = deque(maxlen=100)  # the last finished episodes, see EPISODE; a donor's after `become`
         if args.cuda_graphs:
             self.choose = recorded(self.choose, self.device)
 
@@ -1571,12 +1580,12 @@ class Policy:
 
 
 class Inference:
-    """Serves the groups that wait for actions, all at once. Owns every group's FILLING block, and has the memory, the
-    pipes and the queue between itself, the actors and the learners. Blocks change hands only when the host has waited
-    for what it had asked to be done with them: there are no events between the streams.
+    """Serves all waiting groups at once. Owns the FILLING block of every group, and holds the memory, the pipes and the
+    queue between itself, the actors and the learners. Before a block changes hands, the host waits until the devices
+    have finished with it, so the streams need no events.
 
-    Where an actor dies, another takes its place. Its environments and the last transition of each of its rows are lost:
-    the row's next observation is a `first` one, which makes that transition invalid."""
+    When an actor dies, another replaces it. Its environments and the last transition of each of its rows are lost: the
+    next observation of each row is a `first` one, which makes that transition invalid."""
 
     def __init__(self, args: Args, spaces: Spaces, agents: list[Agent]):
         self.args = args
@@ -1595,7 +1604,7 @@ class Inference:
             self.policies.append(Policy(args, spaces, agent, part, self.filling, self.t))
         self.full = queue.SimpleQueue()  # blocks to the learners
         self.end = None  # the error, or KeyboardInterrupt, that ends the run
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back; closed, it ends the thread
+        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
         self.pipes, self.actor_ends = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
@@ -1603,13 +1612,13 @@ class Inference:
         self.asked = Counter()  # number of requests of each worker's actor
         self.replace = None  # replace(worker, pipe, text): starts another actor; set by `running`
         self.requests = []  # groups waiting for actions, oldest first; this thread owns their rows
-        # [worker, policy, row], the same memory; the rows of a policy lie together
+        # views of the mailbox [worker, policy, row]; the rows of a policy are contiguous
         self.heard = self.mailbox.heard.reshape(len(agents), workers, -1).swapaxes(0, 1)
         self.actors = {}  # process of each worker, set by `running`
         self.counts = Counter()  # rows served, forward passes; seconds that this thread and the learner waited
 
     def run(self):
-        """Body of the inference thread. The busier it is, the more workers wait, and the larger its batches become."""
+        """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), contextlib.ExitStack() as stack:
                 for device in {policy.device for policy in self.policies}:
@@ -1627,7 +1636,7 @@ class Inference:
             self.end_with(error)
 
     def end_with(self, error):
-        """`collect` raises the first when it next takes blocks, whatever else is FULL."""
+        """Ends the run: the next `collect` raises the first error, even if FULL blocks wait."""
         self.end = self.end or error
         self.full.put(None)
 
@@ -1659,7 +1668,8 @@ class Inference:
                 return  # one at a time, so that stacks do not interleave
 
     def receive(self, pipe):
-        """Takes a group's request, or blocks from the learners: LEARNING -> FREE. Raises UserError."""
+        """Receives a group's request, or blocks from the learners: LEARNING -> FREE. Raises UserError if an actor that
+        died cannot be replaced."""
         if pipe is self.returned:
             with contextlib.suppress(EOFError):  # `learner_end` was closed
                 self.free.extend(pipe.recv())
@@ -1688,7 +1698,7 @@ class Inference:
         if complete:  # their observations are stored twice: as obs[T] of this block, below as obs[0] of the next
             for policy in self.policies:
                 policy.store_obs(*policy.store(complete))
-                wait_for(policy.device)  # its learner, whose stream is another, finds these blocks written
+                wait_for(policy.device)  # its learner uses another stream, and must find these blocks written
             for group in complete:
                 self.full.put(self.filling.pop(group))  # FILLING -> FULL
                 self.t[group] = 0
@@ -1714,13 +1724,13 @@ class Inference:
 
 # === Learner ==========================================================================================================
 
-# What a population mutates are a policy's *genes*: these of its numbers in Args, and the coefficients of its reward
+# A policy's *genes*, which a population mutates, are its values of these flags and its reward coefficients
 TUNED = ("learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef", "ppo_clip_value")
 
 
 def collect(inference: Inference) -> list[slice]:
-    """Waits for the blocks of an iteration, of all policies: FULL -> LEARNING. Raises what ends the run: an error of
-    the inference thread, or KeyboardInterrupt for a signal."""
+    """Waits for the blocks of an iteration of all policies: FULL -> LEARNING. Raises the error of the inference thread,
+    or KeyboardInterrupt after a signal."""
     start = time.perf_counter()
     blocks = []
     for _ in range(blocks_per_iteration(inference.args)):
@@ -1732,10 +1742,10 @@ def collect(inference: Inference) -> list[slice]:
 
 
 class Learner:
-    """Improves one policy, with its slots in the blocks of one iteration at a time."""
+    """Takes one policy's slots in the blocks of one iteration at a time and improves the policy."""
 
     def __init__(self, args: Args, number: int, agent: Agent, policy: Policy):
-        self.args = copy.copy(args)  # its own numbers
+        self.args = copy.copy(args)  # with its own values of the flags in TUNED
         self.number = number
         self.agent = agent
         self.policy = policy
@@ -1745,8 +1755,8 @@ class Learner:
         self.version = 0  # of the policy at the start of the current iteration
 
     def iterate(self, blocks: list[slice]):
-        """Learns from the blocks of an iteration. They stay LEARNING until the last step of the last policy is
-        made. Returns the metrics of its own last step."""
+        """Learns from the policy's slots in the blocks of an iteration, which stay LEARNING until all policies have
+        made their last optimizer step. Returns the metrics of this policy's last step."""
         args = self.args
         rollouts = self.policy.rollouts
         slots = np.r_[*blocks]
@@ -1794,7 +1804,7 @@ class Learner:
     def update(self, batch: SimpleNamespace, last_epoch: bool):
         """Makes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if it is not finite."""
         batch.lags = self.version - batch.versions
-        for field in (batch.logprobs, batch.values):  # unused; not finite if a network failed
+        for field in (batch.logprobs, batch.values):  # unused if too old, and not finite if a network failed
             field.masked_fill_(batch.lags >= self.args.max_policy_lag, 0.0)
         batch.rnn_state.nan_to_num_()  # as in `Policy.choose`
         metrics, checked = self.differentiate(vars(batch))
@@ -1818,12 +1828,12 @@ class Learner:
         return metrics
 
     def become(self, donor: "Learner"):
-        """Goes on with another policy's weights. The version grows by `max_policy_lag`, so what was sampled before is
-        too old to be learned from (`lag/mean` shows it once); the recurrent states of its rows stay until their
-        episodes end."""
+        """Continues with another policy's weights. The version increases by `max_policy_lag`, so that earlier samples
+        are too old to learn from (`lag/mean` jumps once). The recurrent states of its rows stay until their episodes
+        end."""
         self.agent.load_state_dict(donor.agent.state_dict())
         self.optimizer.load_state_dict(copy.deepcopy(donor.optimizer.state_dict()))
-        self.policy.episodes.extend(donor.policy.episodes.copy())  # the returns that these weights have reached
+        self.policy.episodes.extend(donor.policy.episodes.copy())  # the results of these weights
         self.policy.publish(self.policy.version + self.args.max_policy_lag)
 
 
@@ -1836,8 +1846,8 @@ class Population:
     def __init__(self, args: Args, learners: list[Learner]):
         self.args = args
         self.learners = learners
-        self.exchanged = 0  # the step of the slowest policy at the last exchange
-        self.told = False  # what exchanges wait for
+        self.exchanged = 0  # the step count of the slowest policy at the last exchange
+        self.told = False  # has printed that an exchange waits for episodes
         self.best_objective = -np.inf  # of best.pth
         self.defaults = {name: getattr(args, name) for name in TUNED} | shaping_of(args)
         settings = settings_of(args)
@@ -1850,15 +1860,15 @@ class Population:
         for name in TUNED:
             setattr(learner.args, name, genes[name])
         shaping = [genes[name] for name in shaping_of(self.args)]
-        learner.policy.mailbox.shaping[:] = shaping  # its agents read it when an episode begins
+        learner.policy.mailbox.shaping[:] = shaping  # actors read it when an episode begins
         if self.args.cuda_graphs:
             learner.agent.recorded = True
-            vars(learner).pop("differentiate", None)  # what was recorded has the numbers before
+            vars(learner).pop("differentiate", None)  # the recording has the old values baked in
             learner.differentiate = recorded(learner.differentiate, learner.device)
 
     def mutated(self, genes: dict[str, float]) -> dict[str, float]:
-        """Sample Factory's mutation: with probability `pbt_mutation_rate` a number is multiplied or divided by a random
-        factor, or one time in 20 reset to its default."""
+        """Returns genes mutated as in Sample Factory: with probability `pbt_mutation_rate`, a gene is multiplied or
+        divided by a random factor, or one time in 20 reset to its default."""
         args = self.args
         genes = dict(genes)
         for name, value in genes.items():
@@ -1870,20 +1880,20 @@ class Population:
         return genes
 
     def objective(self, learner: Learner) -> float:
-        """Returns the mean of its last episodes, 100 at most; -inf where none has ended."""
+        """Returns the mean objective of its last episodes, at most 100, or -inf if none has ended."""
         column = EPISODE.index(self.args.pbt_target_objective)
         return float(np.mean([episode[column] for episode in learner.policy.episodes.copy()] or -np.inf))
 
     def replace(self, learner: Learner, donor: Learner):
-        """By a mutated copy; policy 0, which never mutates, by an exact one."""
+        """Makes a policy a mutated copy of the donor, or an exact one if it is policy 0, which never mutates."""
         learner.become(donor)
         self.give(learner, self.mutated(donor.genes) if learner.number else donor.genes)
 
     def exchange(self) -> list[str]:
-        """Called between iterations. When all policies have made enough steps since the last exchange, and have 100
-        episodes of this session (taken over from a donor or not), the best go on as they are; each of the worst becomes
-        a mutated copy of one of the best, if the gap is large enough; all others but policy 0 are mutated. Returns what
-        it did."""
+        """Called between iterations. Waits until all policies have made enough steps since the last exchange and have
+        100 episodes of this session, their own or a donor's. Then the best policies continue unchanged, each of the
+        worst becomes a mutated copy of one of the best if the gap is large enough, and all others except policy 0 are
+        mutated. Returns one line for each policy, or none while it waits."""
         args = self.args
         learners = self.learners
         step = min(learner.global_step for learner in learners)
@@ -1896,7 +1906,7 @@ class Population:
             self.told = True
             return []
         self.exchanged = step
-        random.seed(f"{args.seed} {step}")  # so a resumed run draws other numbers
+        random.seed(f"{args.seed} {step}")  # so that a resumed run draws other numbers
         objectives = {learner: self.objective(learner) for learner in learners}
         order = sorted(learners, key=objectives.get, reverse=True)
         k = math.ceil(min(args.pbt_replace_fraction * len(order), len(order) // 2))
@@ -1919,7 +1929,7 @@ class Population:
 
 
 def settings_of(args: Args) -> dict[int, dict[str, float]]:
-    """--policy-settings. Raises UserError."""
+    """Returns --policy-settings by policy. Raises UserError if they are not valid."""
     names = {*TUNED, *shaping_of(args)}
     try:
         settings = {int(policy): own for policy, own in json.loads(args.policy_settings).items()}
@@ -1940,13 +1950,23 @@ def settings_of(args: Args) -> dict[int, dict[str, float]]:
 
 # === Run ==============================================================================================================
 
-# How a run ends: `train` saves and reports; leaving `running` stops the inference thread and closes the pipes, which
-# ends the actors. The causes are
-# - the last step: the loop ends;
-# - Ctrl-C, SIGTERM or SIGHUP: the handler calls `Inference.end_with`, and `collect` raises KeyboardInterrupt (a second
-#   signal more than a second later exits at once; the actors see EOF, as after kill -9);
-# - an actor that dies again and again, or an error in the inference thread: in the same way;
-# - an error in a learner: as it is.
+# How a run ends
+# 1. The cause:
+#    - the last step: the loop in `train` ends;
+#    - Ctrl-C, SIGTERM, SIGHUP: `handler` -> `Inference.end_with` -> `collect` raises KeyboardInterrupt. A second signal
+#      more than a second later exits at once; the actors see EOF, as after kill -9;
+#    - an actor keeps dying, or a game keeps raising: `replace` (below) raises UserError -> `Inference.run` ->
+#      `end_with` -> `collect` raises it;
+#    - any other error in the inference thread: `run` -> `end_with` -> `collect` raises it;
+#    - an error in a learner: it propagates.
+# 2. `train` saves and reports. Leaving `running` ends the inference thread and closes the pipes.
+# 3. In each actor `answer` returns None; `run_actor` closes the games and kills its process group.
+#
+# How an actor is replaced
+# 1. It crashes or raises: its pipe ends, or has the error that `run_actor` sends. It hangs or is stopped:
+#    `Inference.notice_silence` kills it, and its pipe ends.
+# 2. `Inference.receive` closes the pipe, drops the worker's requests, makes a new pipe and calls `replace`.
+# 3. `replace`, in `running`, ends what is left of the old actor, logs, and starts another, or raises UserError.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
@@ -2002,8 +2022,8 @@ def seed_generators(seed: int):
 
 
 def handle_signals(inference: Inference):
-    """A signal is a message to `collect`, so that no update is cut in two. The fork server is started while signals are
-    ignored, and inherits that, as does an actor until it is in a process group of its own."""
+    """Turns signals into a message to `collect`, so that no update is interrupted. The fork server starts while signals
+    are ignored and inherits that, as does an actor until it has its own process group."""
     times = []
 
     def handler(*_):
@@ -2057,8 +2077,8 @@ def kill(actor):
 
 @contextlib.contextmanager
 def running(inference: Inference, folder: Path):
-    """Context with the inference thread, and the actors with their environments, whose seeds depend on the version: a
-    resumed run, or another actor, has other episodes. A resumed run has other seats, too."""
+    """Runs the inference thread and the actors. Their seeds depend on the version, so that a resumed run, or a replaced
+    actor, sees other episodes. A resumed run also has other seats."""
     args = inference.args
     rows = seat_rows(args, inference.policies[0].version)
     thread = threading.Thread(target=inference.run, name="inference", daemon=True)
@@ -2120,9 +2140,9 @@ def running(inference: Inference, folder: Path):
 
 
 def save_checkpoint(folder: Path, population: Population):
-    """Saves all policies as the latest checkpoint, also as best.pth where their objective is the best so far: that of
-    the best one, or the mean of all where they play each other, since there a win is another's loss. Tensors and plain
-    values only. Written under another name first: a checkpoint is whole or absent."""
+    """Writes a checkpoint of all policies, and best.pth if their objective is the best so far: that of the best policy,
+    or the mean of all if they play each other, because one policy's win is then another's loss. A file has tensors and
+    plain values, and is written under a temporary name first, so that it is complete or absent."""
     folder = folder / "checkpoints"
     folder.mkdir(exist_ok=True)
     args = population.args
@@ -2133,7 +2153,7 @@ def save_checkpoint(folder: Path, population: Population):
         objective = (max if args.seats == 1 else np.mean)([population.objective(learner) for learner in learners])
         if objective > best_objective:
             best_objective = float(objective)
-            names.insert(0, "best.pth")  # before the checkpoint, which has its objective
+            names.insert(0, "best.pth")  # first, because the checkpoint records this objective
     policies = []
     for learner in learners:
         own = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), genes=learner.genes)
@@ -2168,7 +2188,7 @@ def read_checkpoint(folder: Path):
 
 
 def load_checkpoint(folder: Path, population: Population):
-    """Raises UserError where there is none that can be read, or it is of other networks."""
+    """Restores all policies. Raises UserError if no checkpoint can be read, or if it belongs to other networks."""
     content = read_checkpoint(folder)
     if content is None:
         return
@@ -2178,7 +2198,7 @@ def load_checkpoint(folder: Path, population: Population):
             learner.optimizer.load_state_dict(saved["optimizer"])
             learner.policy.publish(saved["version"])
             learner.global_step = saved["global_step"]
-            typed = population.defaults.items() - content["defaults"].items()  # anew: such a flag is for all policies
+            typed = population.defaults.items() - content["defaults"].items()  # flags typed now apply to all policies
             population.give(learner, saved["genes"] | dict(typed))
         population.exchanged = content["exchanged"]
         population.best_objective = content["best_objective"]
@@ -2188,8 +2208,8 @@ def load_checkpoint(folder: Path, population: Population):
 
 
 class Reporter:
-    """The progress bar, log.txt and TensorBoard, with a folder for each policy. Every rate is over the time since the
-    last report."""
+    """Updates the progress bar, log.txt and TensorBoard, which has a folder for each policy. Rates are averages since
+    the last report."""
 
     SECONDS = 5  # between two reports
 
@@ -2224,8 +2244,9 @@ class Reporter:
         return Counter({**self.inference.counts, **steps}, seconds=time.monotonic())
 
     def update(self, metrics, lines):
-        """Called after every iteration, with its metrics and what an exchange did. Reports every `SECONDS`."""
-        if lines or not self.metrics:  # at first, and when an exchange may have changed them
+        """Called after every iteration, with the metrics of each policy and the lines of an exchange. Reports every
+        `SECONDS`."""
+        if lines or not self.metrics:  # the first time, and when an exchange may have changed them
             for learner, writer in zip(self.learners, self.writers):
                 for name, value in learner.genes.items():
                     writer.add_scalar(f"pbt/{name}", value, learner.global_step)
@@ -2249,7 +2270,7 @@ class Reporter:
             scalars = metrics | {
                 "charts/SPS": sps,
                 "charts/FPS": sps * self.args.frameskip,
-                "stats/learner_wait": change["learner"] / seconds,  # shares of the time: learners wait for full blocks,
+                "stats/learner_wait": change["learner"] / seconds,  # fractions of time: learners wait for FULL blocks,
                 "stats/inference_idle": change["requests"] / seconds,  # inference waits for requests,
                 "stats/inference_blocked": change["blocks"] / seconds,  # or has requests but no FREE block
                 "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
@@ -2287,9 +2308,10 @@ def mean_step(learners: list[Learner]) -> int:
 
 
 def iterate_all(population: Population, blocks: list[slice], threads: dict, folder: Path):
-    """An iteration of each policy: on different devices at the same time, on the same one, which has one thread, in
-    turn. Returns metrics when no thread learns any more; raises what one of them raises. But in population-based
-    training a policy whose update is not finite is replaced by the best of the others, and has its metrics."""
+    """Runs an iteration of every policy, in parallel on different devices and in turn on the same device, which has one
+    thread. Waits until no thread is learning, then returns the metrics of each policy, or raises the error of one. In
+    population-based training, however, a policy whose update is not finite is replaced by the best of the others and
+    takes its metrics."""
     learners = population.learners
     futures = [threads[learner.device].submit(learner.iterate, blocks) for learner in learners]
     concurrent.futures.wait(futures)
@@ -2308,7 +2330,7 @@ def train(args: Args, folder: Path) -> int:
     """Trains, and returns the exit code: 0, or 130 if a signal stopped the run."""
     check(args)
     torch.backends.cudnn.allow_tf32 = False  # no TF32: mu and pi must agree at lag 0
-    torch.set_num_threads(max(1, num_cores() // 2))  # for learners and inference each
+    torch.set_num_threads(max(1, num_cores() // 2))  # each for the learners and for inference
     seed_generators(args.seed)
     for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
         ctypes.CDLL(None).mallopt(option, value)  # keep freed memory: saves a third of an update on images on a CPU
@@ -2331,7 +2353,7 @@ def train(args: Args, folder: Path) -> int:
     games = f"{workers}, {args.num_envs_per_worker} games each, {args.seats} agents a game"
     log(folder, f"{args.env_id}: {args.num_policies} policies, {games}\n{place}")
     for learner in learners:
-        wait_for(learner.device)  # the above ran in the default stream; the learners have their own
+        wait_for(learner.device)  # everything above used the default stream; learners use their own
     (folder / "cfg.tmp").write_text(json.dumps(dict(file=__file__, args=args.typed), indent=2))
     os.replace(folder / "cfg.tmp", folder / "cfg.json")
     handle_signals(inference)
@@ -2349,7 +2371,7 @@ def train(args: Args, folder: Path) -> int:
             while mean_step(learners) < args.total_timesteps and time.monotonic() < deadline:
                 blocks = collect(inference)
                 metrics = iterate_all(population, blocks, threads, folder)
-                lines = population.exchange() if args.with_pbt else []  # no thread learns now
+                lines = population.exchange() if args.with_pbt else []  # no thread is learning now
                 inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
                 reporter.update(metrics, lines)
                 deadline = min(deadline, time.monotonic() + args.train_for_seconds)  # counts from the first iteration

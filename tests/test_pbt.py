@@ -495,6 +495,7 @@ def test_a_policy_that_diverges_is_replaced_by_the_best_of_the_others(population
     assert re.fullmatch(r"\S+ \S+ policy 1 is replaced by policy 2: .* not finite.*\n", log) and metrics[1] == metrics[2], "5 is the best now"
     assert all(torch.equal(one, two) for one, two in zip(learners[1].policy.agent.parameters(), learners[2].policy.agent.parameters()))
     assert learners[1].genes != genes == learners[2].genes
+    learners[1].policy.mailbox.reward[:] = 0.0  # its games have started
     with torch.inference_mode():
         learners[1].policy.act([0])
     assert learners[1].policy.state.isfinite().all()

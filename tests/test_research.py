@@ -8,7 +8,7 @@ import torch
 from edited import COUNTING, ROOT, load, with_envs
 
 FILES = {"appo_gym": dict(num_envs=4), "appo_atari": dict(num_envs_per_worker=4, precision="float32", seed=2)}  # with 1 most of 16 ReLUs are dead
-LOGPROBS = "        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions, by the acting policy (mu)\n"
+LOGPROBS = "        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)\n"
 ACTED = "        rollouts.logprobs[t, slots] = log_prob(choices, actions)\n"
 POLICY = "        self.policy = init_layer(nn.Linear(features, sum(spaces.heads)), gain=0.01)\n"
 DISCOUNTS = "    discounts = args.gamma * ~batch.terminated\n"
