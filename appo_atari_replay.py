@@ -25,8 +25,8 @@ This file is an edit of appo_atari.py. What differs:
 - For replayed samples `appo_loss` uses V-trace's policy gradient, subtracts a separate mean from the advantages, and
   has no value clip, no lower bound of the ratio and no limit of age. An additional loss keeps the policy near the
   acting one, whose logits are stored.
-- The input statistics count replayed rollouts again; metrics of ratios cover only fresh samples, except
-`replay/rho_mean`.
+- The input statistics count replayed rollouts again. Metrics of ratios cover only fresh samples, except
+  `replay/rho_mean`.
 - `Agent.hidden` is a separate method, because rollouts are compared by its result. With --cuda-graphs the comparison is
   not recorded.
 
@@ -233,8 +233,8 @@ class Args:
 
 # Sums over each game, reported as means over the last 100 games: the game's own reward, steps, and keys of `info` that
 # are added here
-OWN_SUMS = ()
-EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
+EXTRA_METRICS = ()
+EPISODE = ("episodic_return", "episodic_length", *EXTRA_METRICS)
 
 
 class AtariEnvs(gym.vector.VectorEnv):
@@ -552,28 +552,28 @@ class Agent(nn.Module):
         return torch.cat(outputs).float(), state
 
 
-def distributions(logits, heads):
+def log_distributions(logits, heads):
     """Splits logits [..., sum(heads)] and returns the log-probabilities [..., n] of each independent head's n actions.
     An action with logit -inf is never sampled. (torch's Categorical takes eight times as long.)"""
     return [part.log_softmax(-1) for part in logits.split(heads, -1)]
 
 
-def draw(choices):
+def draw(log_dists):
     """Samples actions int64 [..., heads] from each head's log-probabilities [..., n]: the argmax of p/e with e ~ Exp(1)
     is distributed as p, and unlike torch.multinomial it never makes the host wait for CUDA."""
-    actions = [(choice.exp() / torch.empty_like(choice).exponential_()).argmax(-1) for choice in choices]
+    actions = [(log_dist.exp() / torch.empty_like(log_dist).exponential_()).argmax(-1) for log_dist in log_dists]
     return torch.stack(actions, -1)
 
 
-def log_prob(choices, actions):
+def log_prob(log_dists, actions):
     """Returns the joint log-probability [...] of actions [..., heads] under each head's log-probabilities [..., n]."""
-    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, -1))]
+    chosen = [log_dist.gather(-1, action) for log_dist, action in zip(log_dists, actions.split(1, -1))]
     return torch.cat(chosen, -1).sum(-1)
 
 
-def entropy_of(choice):
+def entropy_of(log_dist):
     """Returns the entropy [...] of log-probabilities [..., n]. The clamp makes 0 of 0 * -inf, for masked actions."""
-    return -(choice.exp() * choice.clamp(min=torch.finfo(choice.dtype).min)).sum(-1)
+    return -(log_dist.exp() * log_dist.clamp(min=torch.finfo(log_dist.dtype).min)).sum(-1)
 
 
 def kl_divergence(p, q):
@@ -633,9 +633,9 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     replayed = batch.times_replayed > 0
     used = valid * (replayed | (batch.lags < args.max_policy_lag))
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
-    choices = distributions(logits[:-1], agent.heads)
-    logprobs = log_prob(choices, batch.actions)
-    entropy = sum(map(entropy_of, choices))
+    log_dists = log_distributions(logits[:-1], agent.heads)
+    logprobs = log_prob(log_dists, batch.actions)
+    entropy = sum(map(entropy_of, log_dists))
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     # V-trace's weights, without the lower bound for replayed samples: actions that were unlearned must not count
@@ -657,11 +657,11 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     surrogate = torch.min(ratio * advantages, clipped * advantages)
     gradient = rho.clamp(max=args.vtrace_rho) * logprobs * advantages
     policy_losses = -torch.where(replayed, gradient, surrogate)
-    near = batch.values + (values - batch.values).clamp(-args.ppo_clip_value, args.ppo_clip_value)
+    clipped_values = batch.values + (values - batch.values).clamp(-args.ppo_clip_value, args.ppo_clip_value)
     errors = (values - targets).square()
-    value_losses = torch.where(replayed, errors, torch.max(errors, (near - targets).square()))
-    acting = distributions(batch.logits, agent.heads)
-    cloning = replayed * sum(map(kl_divergence, acting, choices))
+    value_losses = torch.where(replayed, errors, torch.max(errors, (clipped_values - targets).square()))
+    acting = log_distributions(batch.logits, agent.heads)
+    cloning = replayed * sum(map(kl_divergence, acting, log_dists))
     losses = policy_losses + args.vf_coef * value_losses - args.ent_coef * entropy + args.policy_cloning_coef * cloning
     loss = mean(losses)
 
@@ -754,10 +754,10 @@ def zeros_for(spaces: Spaces, *shape, device="cpu"):
     }
 
 
-def of_each(function, fields):
+def map_leaves(function, fields):
     """Applies a function to every leaf of a nested dict."""
     if isinstance(fields, dict):
-        return {name: of_each(function, field) for name, field in fields.items()}
+        return {name: map_leaves(function, field) for name, field in fields.items()}
     return function(fields)
 
 
@@ -777,10 +777,10 @@ class Mailbox:
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # the next action
 
-    def numpy(self) -> SimpleNamespace:
+    def share(self) -> SimpleNamespace:
         """Moves the fields to shared memory and returns them as NumPy arrays, whose indexing is cheaper than
         torch's."""
-        return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy(), vars(self)))
+        return SimpleNamespace(**map_leaves(lambda field: field.share_memory_().numpy(), vars(self)))
 
 
 class Rollouts:
@@ -838,8 +838,8 @@ class WorkerEnvs:
         first = self.over
         self.over = terminated | truncated
         zeros = np.zeros(len(first))
-        own_sums = [info.get(name, zeros) for name in OWN_SUMS]
-        sums = np.stack([info.get("raw_reward", reward), zeros + 1, *own_sums], -1)
+        extra_metrics = [info.get(name, zeros) for name in EXTRA_METRICS]
+        sums = np.stack([info.get("raw_reward", reward), zeros + 1, *extra_metrics], -1)
         self.sums += np.where(first[:, None], 0, sums)  # reset-only steps do not count
         game_over = info.get("game_over", self.over)
         episode = np.where(game_over[:, None], self.sums, 0)  # not a product, because a sum may be NaN
@@ -891,7 +891,7 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
             splits = []
             for split in range(args.worker_num_splits):
                 group = worker * args.worker_num_splits + split
-                splits.append(WorkerEnvs(args, group, mailbox.numpy(), seed + split * rows_per_group(args)))
+                splits.append(WorkerEnvs(args, group, mailbox.share(), seed + split * rows_per_group(args)))
                 stack.callback(splits[split].envs.close)
                 splits[split].reset()
                 pipe.send(split)
@@ -1026,7 +1026,7 @@ class Inference:
         groups = workers * args.worker_num_splits
         blocks = [slice_of(args, i) for i in range(num_blocks(args) + num_kept(args))]
         self.shared_mailbox = Mailbox(spaces, num_rows(args))
-        self.mailbox = self.shared_mailbox.numpy()  # views of the same memory
+        self.mailbox = self.shared_mailbox.share()  # views of the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
         features = 0 if args.replay == "uniform" else agent.features
         # the acting policy's last hidden layer [time, slot, features]; not gathered
@@ -1036,9 +1036,9 @@ class Inference:
         self.t = np.zeros(groups, int)  # steps in the FILLING block of each group
         self.free = deque(blocks[groups : num_blocks(args)])
         self.full = queue.SimpleQueue()  # blocks to the learner
-        self.end = None  # the error, or KeyboardInterrupt, that ends the run
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
-        self.pipes, self.actor_ends = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
+        self.error = None  # the error, or KeyboardInterrupt, that ends the run
+        self.returned, self.learner_pipe = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
+        self.pipes, self.actor_pipes = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
             self.selector.register(pipe, selectors.EVENT_READ)
@@ -1065,7 +1065,7 @@ class Inference:
         """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
-                while not self.learner_end.closed:
+                while not self.learner_pipe.closed:
                     self.serve()
                     waiting_for = "blocks" if self.requests else "requests"
                     start = time.perf_counter()
@@ -1079,7 +1079,7 @@ class Inference:
 
     def end_with(self, error):
         """Ends the run: the learner raises the first error at its next `collect`, even if FULL blocks wait."""
-        self.end = self.end or error
+        self.error = self.error or error
         self.full.put(None)
 
     def next_full(self):
@@ -1112,7 +1112,7 @@ class Inference:
         """Receives a group's request, or blocks from the learner: KEPT -> FREE. Raises UserError if an actor that died
         cannot be replaced."""
         if pipe is self.returned:
-            with contextlib.suppress(EOFError):  # `learner_end` was closed
+            with contextlib.suppress(EOFError):  # `learner_pipe` was closed
                 self.free.extend(pipe.recv())
             return
         worker = self.pipes.index(pipe)
@@ -1206,10 +1206,10 @@ class Inference:
         hidden, self.state[rows] = self.agent.hidden(obs, first.bool()[None], self.state[rows])
         logits = self.agent.policy(hidden)
         values = self.agent.critic(hidden).squeeze(-1)
-        choices = distributions(logits[0], self.agent.heads)
-        actions = draw(choices)
+        log_dists = log_distributions(logits[0], self.agent.heads)
+        actions = draw(log_dists)
         rollouts.actions[t, slots] = actions
-        rollouts.logprobs[t, slots] = log_prob(choices, actions)
+        rollouts.logprobs[t, slots] = log_prob(log_dists, actions)
         rollouts.values[t, slots] = values[0]
         rollouts.logits[t, slots] = logits[0]
         if self.args.replay != "uniform":
@@ -1247,8 +1247,8 @@ class Learner:
         blocks = []
         for _ in range(blocks_per_iteration(self.args)):
             blocks.append(self.inference.next_full())
-            if self.inference.end:
-                raise self.inference.end
+            if self.inference.error:
+                raise self.inference.error
         self.inference.counts["learner"] += time.perf_counter() - start
         return blocks
 
@@ -1339,7 +1339,7 @@ class Learner:
         self.num_filled = min(self.num_filled + len(blocks), len(self.kept))
         for block in freed:
             self.inference.rollouts.times_replayed[0, block] = 0
-        self.inference.learner_end.send(freed)
+        self.inference.learner_pipe.send(freed)
 
     def gather(self, slots: np.ndarray) -> SimpleNamespace:
         """Returns a batch: copies of these slots of all fields of Rollouts, on the device."""
@@ -1350,7 +1350,7 @@ class Learner:
                 return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
             return field.index_select(1, d_slots)
 
-        return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
+        return SimpleNamespace(**map_leaves(take, vars(self.inference.rollouts)))
 
     def differentiate(self, batch: dict):
         """The device's part of `update` before the optimizer step: the loss and its clipped gradient. Returns the
@@ -1548,11 +1548,11 @@ def running(inference: Inference, folder: Path):
     inference.replace = replace
     try:
         thread.start()
-        for worker, pipe in enumerate(inference.actor_ends):
+        for worker, pipe in enumerate(inference.actor_pipes):
             start(worker, pipe)
         yield
     finally:
-        inference.learner_end.close()
+        inference.learner_pipe.close()
         thread.join(10)
         for pipe in inference.pipes:
             pipe.close()

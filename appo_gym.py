@@ -41,7 +41,7 @@ steps, Acrobot-v1 (-100) in 57 to 80 and LunarLander-v3 (200; pip install "gymna
 Where to edit:
 
     environment, wrappers        `make_envs` (a new image or vector in the observation needs no other change)
-    metric of an episode         `OWN_SUMS`
+    metric of an episode         `EXTRA_METRICS`
     network, action mask         `Agent`
     loss                         `appo_loss` (its docstring says how to add a field from acting time)
     reward of your own           `Learner.update`, before the loss: `batch` is a copy
@@ -175,9 +175,9 @@ class Args:
 # === Environment ======================================================================================================
 
 # Keys of `info` to sum over each episode and report
-OWN_SUMS = ()
+EXTRA_METRICS = ()
 # Sums over each episode, reported as means over the last 100 episodes: rewards, steps, and these keys
-EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
+EPISODE = ("episodic_return", "episodic_length", *EXTRA_METRICS)
 
 NUMERIC_SPACES = (Box, Discrete, MultiDiscrete, MultiBinary)
 IMAGE_SIDE = 36  # shortest side that `image_encoder` can take; a uint8 array with two such sides is an image
@@ -254,8 +254,8 @@ class NamedArrays(gym.Wrapper):
         action = action + getattr(space, "start", 0)
         observation, *outcome, info = self.env.step(action)
         reward, terminated, truncated = (np.asarray(value).item() for value in outcome)  # may be arrays of size 1
-        own_sums = {name: np.asarray(info[name]).item() for name in OWN_SUMS if name in info}
-        return self.arrays(observation), reward, terminated, truncated, own_sums
+        extra_metrics = {name: np.asarray(info[name]).item() for name in EXTRA_METRICS if name in info}
+        return self.arrays(observation), reward, terminated, truncated, extra_metrics
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
@@ -454,28 +454,28 @@ class Agent(nn.Module):
         return self.policy(x), self.critic(x), state
 
 
-def distributions(logits, heads):
+def log_distributions(logits, heads):
     """Splits logits [..., sum(heads)] and returns the log-probabilities [..., n] of each independent head's n actions.
     An action with logit -inf is never sampled. (torch's Categorical takes eight times as long.)"""
     return [part.log_softmax(-1) for part in logits.split(heads, -1)]
 
 
-def draw(choices):
+def draw(log_dists):
     """Samples actions int64 [..., heads] from each head's log-probabilities [..., n]: the argmax of p/e with e ~ Exp(1)
     is distributed as p, and unlike torch.multinomial it never makes the host wait for CUDA."""
-    actions = [(choice.exp() / torch.empty_like(choice).exponential_()).argmax(-1) for choice in choices]
+    actions = [(log_dist.exp() / torch.empty_like(log_dist).exponential_()).argmax(-1) for log_dist in log_dists]
     return torch.stack(actions, -1)
 
 
-def log_prob(choices, actions):
+def log_prob(log_dists, actions):
     """Returns the joint log-probability [...] of actions [..., heads] under each head's log-probabilities [..., n]."""
-    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, -1))]
+    chosen = [log_dist.gather(-1, action) for log_dist, action in zip(log_dists, actions.split(1, -1))]
     return torch.cat(chosen, -1).sum(-1)
 
 
-def entropy_of(choice):
+def entropy_of(log_dist):
     """Returns the entropy [...] of log-probabilities [..., n]. The clamp makes 0 of 0 * -inf, for masked actions."""
-    return -(choice.exp() * choice.clamp(min=torch.finfo(choice.dtype).min)).sum(-1)
+    return -(log_dist.exp() * log_dist.clamp(min=torch.finfo(log_dist.dtype).min)).sum(-1)
 
 
 # === V-trace and the loss =============================================================================================
@@ -523,9 +523,9 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     and copy it in `Inference.store` (at t - 1 if it is an outcome of the step, like the reward)."""
     valid = (~batch.first[1:]).float()
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
-    choices = distributions(logits[:-1], agent.heads)
-    logprobs = log_prob(choices, batch.actions)
-    entropy = sum(map(entropy_of, choices))
+    log_dists = log_distributions(logits[:-1], agent.heads)
+    logprobs = log_prob(log_dists, batch.actions)
+    entropy = sum(map(entropy_of, log_dists))
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
@@ -540,9 +540,10 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_losses = -torch.min(ratio * advantages, clipped * advantages)
-    reach = args.ppo_clip_value * agent.critic.std
-    near = batch.values + (values - batch.values).clamp(-reach, reach)
-    value_losses = torch.max((values - targets).square(), (near - targets).square()) / agent.critic.std.square()
+    clip_range = args.ppo_clip_value * agent.critic.std
+    clipped_values = batch.values + (values - batch.values).clamp(-clip_range, clip_range)
+    value_losses = torch.max((values - targets).square(), (clipped_values - targets).square())
+    value_losses = value_losses / agent.critic.std.square()
     loss = mean(policy_losses + args.vf_coef * value_losses - args.ent_coef * entropy)
 
     with torch.no_grad():
@@ -595,10 +596,10 @@ def zeros_for(spaces: Spaces, *shape, device="cpu"):
     }
 
 
-def of_each(function, fields):
+def map_leaves(function, fields):
     """Applies a function to every leaf of a nested dict."""
     if isinstance(fields, dict):
-        return {name: of_each(function, field) for name, field in fields.items()}
+        return {name: map_leaves(function, field) for name, field in fields.items()}
     return function(fields)
 
 
@@ -618,10 +619,10 @@ class Mailbox:
         # written by inference, between a request and its reply
         self.action = torch.zeros(rows, len(spaces.heads), dtype=torch.int64)  # the next action
 
-    def numpy(self) -> SimpleNamespace:
+    def share(self) -> SimpleNamespace:
         """Moves the fields to shared memory and returns them as NumPy arrays, whose indexing is cheaper than
         torch's."""
-        return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy(), vars(self)))
+        return SimpleNamespace(**map_leaves(lambda field: field.share_memory_().numpy(), vars(self)))
 
 
 class Rollouts:
@@ -676,8 +677,8 @@ class WorkerEnvs:
         first = self.over
         self.over = terminated | truncated
         zeros = np.zeros(len(first))
-        own_sums = [info.get(name, zeros) for name in OWN_SUMS]
-        self.sums += np.stack([reward, zeros + 1, *own_sums], -1)
+        extra_metrics = [info.get(name, zeros) for name in EXTRA_METRICS]
+        self.sums += np.stack([reward, zeros + 1, *extra_metrics], -1)
         self.sums[first] = 0  # reset-only steps do not count
         episode = np.where(self.over[:, None], self.sums, 0)  # not a product, because a sum may be NaN
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
@@ -717,7 +718,7 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
         seed_generators(seed)
         gym.logger.min_level = gym.logger.ERROR  # the main process has printed the warnings of `make_envs`
     try:
-        worker_envs = WorkerEnvs(args, worker, mailbox.numpy(), seed)
+        worker_envs = WorkerEnvs(args, worker, mailbox.share(), seed)
         if not worker:  # one actor prints the warnings of `step`
             gym.logger.min_level = gym.logger.WARN
         with contextlib.closing(worker_envs.envs):
@@ -836,16 +837,16 @@ class Inference:
         groups = max(1, args.num_workers)
         blocks = [slice_of(args, i) for i in range(num_blocks(args))]
         self.shared_mailbox = Mailbox(spaces, args.num_envs)
-        self.mailbox = self.shared_mailbox.numpy()  # views of the same memory
+        self.mailbox = self.shared_mailbox.share()  # views of the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
         self.state = torch.zeros(args.num_envs, agent.state_size, device=device)
         self.filling = dict(enumerate(blocks[:groups]))  # block by group; without one it waits for a FREE block
         self.t = np.zeros(groups, int)  # steps in the FILLING block of each group
         self.free = deque(blocks[groups:])
         self.full = queue.SimpleQueue()  # blocks to the learner
-        self.end = None  # the error, or KeyboardInterrupt, that ends the run
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
-        self.pipes, self.actor_ends = zip(*[mp.Pipe() for _ in range(groups)])
+        self.error = None  # the error, or KeyboardInterrupt, that ends the run
+        self.returned, self.learner_pipe = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
+        self.pipes, self.actor_pipes = zip(*[mp.Pipe() for _ in range(groups)])
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
             self.selector.register(pipe, selectors.EVENT_READ)
@@ -860,7 +861,7 @@ class Inference:
         """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
-                while not self.learner_end.closed:
+                while not self.learner_pipe.closed:
                     self.serve()
                     waiting_for = "blocks" if self.requests else "requests"
                     start = time.perf_counter()
@@ -874,7 +875,7 @@ class Inference:
 
     def end_with(self, error):
         """Ends the run: the learner raises the first error at its next `collect`, even if FULL blocks wait."""
-        self.end = self.end or error
+        self.error = self.error or error
         self.full.put(None)
 
     def next_full(self):
@@ -899,7 +900,7 @@ class Inference:
         """Receives a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError if an actor
         died."""
         if pipe is self.returned:
-            with contextlib.suppress(EOFError):  # `learner_end` was closed
+            with contextlib.suppress(EOFError):  # `learner_pipe` was closed
                 self.free.extend(pipe.recv())
             return
         worker = self.pipes.index(pipe)
@@ -983,10 +984,10 @@ class Inference:
         rollouts = self.rollouts
         obs, (rows, t, slots, first) = self.store_obs(obs, places)
         logits, values, self.state[rows] = self.agent(obs, first.bool()[None], self.state[rows])
-        choices = distributions(logits[0], self.agent.heads)
-        actions = draw(choices)
+        log_dists = log_distributions(logits[0], self.agent.heads)
+        actions = draw(log_dists)
         rollouts.actions[t, slots] = actions
-        rollouts.logprobs[t, slots] = log_prob(choices, actions)
+        rollouts.logprobs[t, slots] = log_prob(log_dists, actions)
         rollouts.values[t, slots] = values[0]
         return actions
 
@@ -1015,8 +1016,8 @@ class Learner:
         blocks = []
         for _ in self.inference.pipes:  # as many as there are workers; a fast worker may contribute two
             blocks.append(self.inference.next_full())
-            if self.inference.end:
-                raise self.inference.end
+            if self.inference.error:
+                raise self.inference.error
         self.inference.counts["learner"] += time.perf_counter() - start
         return blocks
 
@@ -1039,7 +1040,7 @@ class Learner:
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        self.inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
+        self.inference.learner_pipe.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
         return metrics | {
             "charts/learning_rate": learning_rate,
             "lag/mean": lags.sum() / max(1, len(lags)),
@@ -1055,7 +1056,7 @@ class Learner:
                 return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
             return field.index_select(1, d_slots)
 
-        return SimpleNamespace(**of_each(take, vars(self.inference.rollouts)))
+        return SimpleNamespace(**map_leaves(take, vars(self.inference.rollouts)))
 
     def differentiate(self, batch: dict):
         """The device's part of `update` before the optimizer step: the loss and its clipped gradient. Returns the
@@ -1181,7 +1182,7 @@ def running(inference: Inference):
     actors = []
     try:
         thread.start()
-        for worker, pipe in enumerate(inference.actor_ends):
+        for worker, pipe in enumerate(inference.actor_pipes):
             seed = random.Random(f"{args.seed} {inference.version} {worker}").getrandbits(30)
             arguments = (args, worker, seed, inference.shared_mailbox, pipe)
             actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
@@ -1191,7 +1192,7 @@ def running(inference: Inference):
                 pipe.close()  # now only the actor has it: EOF when it dies
         yield
     finally:
-        inference.learner_end.close()
+        inference.learner_pipe.close()
         thread.join(10)
         for pipe in inference.pipes:
             pipe.close()

@@ -269,8 +269,8 @@ class Args:
 
 # Sums over each episode, reported as means over the last 100 episodes: the engine's own reward, steps, and these keys
 # of an agent's `info`, which Doom adds at the end of an episode
-OWN_SUMS = ("kills", "frags", "deaths", "place", "win")
-EPISODE = ("episodic_return", "episodic_length", *OWN_SUMS)
+EXTRA_METRICS = ("kills", "frags", "deaths", "place", "win")
+EPISODE = ("episodic_return", "episodic_length", *EXTRA_METRICS)
 
 NUMERIC_SPACES = (Box, Discrete, MultiDiscrete, MultiBinary)
 IMAGE_SIDE = 36  # shortest side that `image_encoder` can take; a uint8 array with two such sides is an image
@@ -783,7 +783,7 @@ def make_game(args: Args, **options):
     - The spaces of its agents may differ only in their bounds. Observations become images and vectors (`as_array`),
       named `obs`, or obs/KEY in a Dict. Actions are Discrete, MultiDiscrete or MultiBinary.
     - The `info` of an agent may have `raw_reward`, whose sums are the scores, `inactive`, which is True if the agent's
-      next action does nothing, and the keys in `OWN_SUMS`.
+      next action does nothing, and the keys in `EXTRA_METRICS`.
     - `reset` receives options["shaping"], the reward coefficients of each agent, if the scenario has any.
     - `agents` is empty when the game is over."""
     if is_doom(args):
@@ -1005,36 +1005,36 @@ class Agent(nn.Module):
         return torch.cat(outputs).float(), state
 
 
-def distributions(logits, heads):
+def log_distributions(logits, heads):
     """Splits logits [..., sum(heads)] and returns the log-probabilities [..., n] of each independent head's n actions.
     An action with logit -inf is never sampled. (torch's Categorical takes eight times as long.)"""
     return [part.log_softmax(-1) for part in logits.split(heads, -1)]
 
 
-def draw(choices):
+def draw(log_dists):
     """Samples actions int64 [..., heads] from each head's log-probabilities [..., n]: the argmax of p/e with e ~ Exp(1)
     is distributed as p, and unlike torch.multinomial it never makes the host wait for CUDA."""
-    actions = [(choice.exp() / torch.empty_like(choice).exponential_()).argmax(-1) for choice in choices]
+    actions = [(log_dist.exp() / torch.empty_like(log_dist).exponential_()).argmax(-1) for log_dist in log_dists]
     return torch.stack(actions, -1)
 
 
-def log_prob(choices, actions):
+def log_prob(log_dists, actions):
     """Returns the joint log-probability [...] of actions [..., heads] under each head's log-probabilities [..., n]."""
-    chosen = [choice.gather(-1, action) for choice, action in zip(choices, actions.split(1, -1))]
+    chosen = [log_dist.gather(-1, action) for log_dist, action in zip(log_dists, actions.split(1, -1))]
     return torch.cat(chosen, -1).sum(-1)
 
 
-def entropy_of(choice):
+def entropy_of(log_dist):
     """Returns the entropy [...] of log-probabilities [..., n]. The clamp makes 0 of 0 * -inf, for masked actions."""
-    return -(choice.exp() * choice.clamp(min=torch.finfo(choice.dtype).min)).sum(-1)
+    return -(log_dist.exp() * log_dist.clamp(min=torch.finfo(log_dist.dtype).min)).sum(-1)
 
 
-def symmetric_kl(choice):
+def symmetric_kl(log_dist):
     """Returns (KL(p|u) + KL(u|p)) / 2 [...] of log-probabilities [..., n], with u uniform over the allowed actions:
     KL(p|u) = log n - H(p), KL(u|p) = -log n - mean log p."""
-    possible = choice > -torch.inf
-    mean_logprob = torch.where(possible, choice, 0.0).sum(-1) / possible.sum(-1)
-    return -(entropy_of(choice) + mean_logprob) / 2
+    possible = log_dist > -torch.inf
+    mean_logprob = torch.where(possible, log_dist, 0.0).sum(-1) / possible.sum(-1)
+    return -(entropy_of(log_dist) + mean_logprob) / 2
 
 
 # === V-trace and the loss =============================================================================================
@@ -1084,10 +1084,10 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     valid = (~batch.first[1:]).float()
     used = valid * ~batch.inactive[:-1] * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
-    choices = distributions(logits[:-1], agent.heads)
-    logprobs = log_prob(choices, batch.actions)
-    entropy = sum(map(entropy_of, choices))
-    divergence = sum(map(symmetric_kl, choices))
+    log_dists = log_distributions(logits[:-1], agent.heads)
+    logprobs = log_prob(log_dists, batch.actions)
+    entropy = sum(map(entropy_of, log_dists))
+    divergence = sum(map(symmetric_kl, log_dists))
     log_ratio = (logprobs - batch.logprobs) * ~batch.inactive[:-1]  # 0 for an action that did nothing
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
@@ -1102,8 +1102,8 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     advantages = advantages / mean(advantages.square()).sqrt().clamp(min=1e-7)
     clipped = ratio.clamp(1 / (1 + args.clip_coef), 1 + args.clip_coef)
     policy_losses = -torch.min(ratio * advantages, clipped * advantages)
-    near = batch.values + (values - batch.values).clamp(-args.ppo_clip_value, args.ppo_clip_value)
-    value_losses = torch.max((values - targets).square(), (near - targets).square())
+    clipped_values = batch.values + (values - batch.values).clamp(-args.ppo_clip_value, args.ppo_clip_value)
+    value_losses = torch.max((values - targets).square(), (clipped_values - targets).square())
     loss = mean(policy_losses + args.vf_coef * value_losses + args.ent_coef * divergence.clamp(max=30))
 
     with torch.no_grad():
@@ -1178,10 +1178,10 @@ def zeros_for(spaces: Spaces, *shape, device="cpu"):
     }
 
 
-def of_each(function, fields):
+def map_leaves(function, fields):
     """Applies a function to every leaf of a nested dict."""
     if isinstance(fields, dict):
-        return {name: of_each(function, field) for name, field in fields.items()}
+        return {name: map_leaves(function, field) for name, field in fields.items()}
     return function(fields)
 
 
@@ -1208,11 +1208,11 @@ class Mailbox:
         # written by `Population.give`, read by the actor when an episode begins
         self.shaping = torch.zeros(rows, coefficients, dtype=torch.float64)  # of its policy, see `shaping_of`
 
-    def numpy(self, rows=slice(None)) -> SimpleNamespace:
+    def share(self, rows=slice(None)) -> SimpleNamespace:
         """Moves the fields to shared memory and returns these rows as NumPy arrays, whose indexing is cheaper than
         torch's. Raises UserError if /dev/shm is full."""
         try:
-            return SimpleNamespace(**of_each(lambda field: field.share_memory_().numpy()[rows], vars(self)))
+            return SimpleNamespace(**map_leaves(lambda field: field.share_memory_().numpy()[rows], vars(self)))
         except RuntimeError as error:
             raise UserError(f"{error}: use fewer games or a larger /dev/shm (docker run --shm-size=2g)") from None
 
@@ -1323,9 +1323,9 @@ class WorkerEnvs:
                 raise ValueError(f"the observation's part {name} has type {array.dtype}, but its space {to.dtype}")
             to[row] = array
         scores = {"raw_reward": reward} | info
-        score, *own_sums = [np.asarray(scores.get(name, 0)).item() for name in ("raw_reward", *OWN_SUMS)]
+        score, *extra_metrics = [np.asarray(scores.get(name, 0)).item() for name in ("raw_reward", *EXTRA_METRICS)]
         sums = self.sums[row]
-        sums += [score, 1, *own_sums]
+        sums += [score, 1, *extra_metrics]
         if self.ended[row]:
             sums[:] = 0  # reset-only steps do not count
         mailbox.reward[row] = min(max(reward * args.reward_scale, -args.reward_clip), args.reward_clip)
@@ -1377,7 +1377,7 @@ def run_actor(args: Args, worker: int, rows: np.ndarray, seed: int, mailbox: Mai
             timer(limit)
             splits = []
             for split in range(args.worker_num_splits):
-                splits.append(WorkerEnvs(args, rows[split], mailbox.numpy(), seed + split * len(rows[split])))
+                splits.append(WorkerEnvs(args, rows[split], mailbox.share(), seed + split * len(rows[split])))
                 stack.callback(splits[split].close)
                 splits[split].reset()
                 pipe.send(split)
@@ -1571,10 +1571,10 @@ class Policy:
         obs, (rows, t, slots, first) = self.store_obs(obs, places)
         state = self.state[rows].nan_to_num_()  # not finite if its network failed, see `iterate_all`
         logits, values, self.state[rows] = self.agent(obs, first.bool()[None], state)
-        choices = distributions(logits[0], self.agent.heads)
-        actions = draw(choices)
+        log_dists = log_distributions(logits[0], self.agent.heads)
+        actions = draw(log_dists)
         rollouts.actions[t, slots] = actions
-        rollouts.logprobs[t, slots] = log_prob(choices, actions)
+        rollouts.logprobs[t, slots] = log_prob(log_dists, actions)
         rollouts.values[t, slots] = values[0]
         return actions
 
@@ -1596,16 +1596,16 @@ class Inference:
         self.t = np.zeros(groups, int)  # steps in the FILLING block of each group
         self.free = deque(blocks[groups:])
         self.shared_mailbox = Mailbox(spaces, len(agents) * num_rows(args), len(shaping_of(args)))
-        self.mailbox = self.shared_mailbox.numpy()  # views of the same memory
+        self.mailbox = self.shared_mailbox.share()  # views of the same memory
         self.policies = []
         for agent in agents:
             first = len(self.policies) * num_rows(args)
-            part = self.shared_mailbox.numpy(slice(first, first + num_rows(args)))
+            part = self.shared_mailbox.share(slice(first, first + num_rows(args)))
             self.policies.append(Policy(args, spaces, agent, part, self.filling, self.t))
         self.full = queue.SimpleQueue()  # blocks to the learners
-        self.end = None  # the error, or KeyboardInterrupt, that ends the run
-        self.returned, self.learner_end = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
-        self.pipes, self.actor_ends = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
+        self.error = None  # the error, or KeyboardInterrupt, that ends the run
+        self.returned, self.learner_pipe = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
+        self.pipes, self.actor_pipes = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
         self.selector = selectors.DefaultSelector()
         for pipe in (self.returned, *self.pipes):
             self.selector.register(pipe, selectors.EVENT_READ)
@@ -1623,7 +1623,7 @@ class Inference:
             with torch.inference_mode(), contextlib.ExitStack() as stack:
                 for device in {policy.device for policy in self.policies}:
                     stack.enter_context(own_stream(device, priority=-1))
-                while not self.learner_end.closed:
+                while not self.learner_pipe.closed:
                     self.serve()
                     waiting_for = "blocks" if self.requests else "requests"
                     start = time.perf_counter()
@@ -1637,7 +1637,7 @@ class Inference:
 
     def end_with(self, error):
         """Ends the run: the next `collect` raises the first error, even if FULL blocks wait."""
-        self.end = self.end or error
+        self.error = self.error or error
         self.full.put(None)
 
     def next_full(self):
@@ -1671,7 +1671,7 @@ class Inference:
         """Receives a group's request, or blocks from the learners: LEARNING -> FREE. Raises UserError if an actor that
         died cannot be replaced."""
         if pipe is self.returned:
-            with contextlib.suppress(EOFError):  # `learner_end` was closed
+            with contextlib.suppress(EOFError):  # `learner_pipe` was closed
                 self.free.extend(pipe.recv())
             return
         worker = self.pipes.index(pipe)
@@ -1735,8 +1735,8 @@ def collect(inference: Inference) -> list[slice]:
     blocks = []
     for _ in range(blocks_per_iteration(inference.args)):
         blocks.append(inference.next_full())
-        if inference.end:
-            raise inference.end
+        if inference.error:
+            raise inference.error
     inference.counts["learner"] += time.perf_counter() - start
     return blocks
 
@@ -1790,7 +1790,7 @@ class Learner:
                 return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
             return field.index_select(1, d_slots)
 
-        return SimpleNamespace(**of_each(take, vars(self.policy.rollouts)))
+        return SimpleNamespace(**map_leaves(take, vars(self.policy.rollouts)))
 
     def differentiate(self, batch: dict):
         """The device's part of `update` before the optimizer step: the loss and its clipped gradient. Returns the
@@ -2124,11 +2124,11 @@ def running(inference: Inference, folder: Path):
     inference.replace = replace
     try:
         thread.start()
-        for worker, pipe in enumerate(inference.actor_ends):
+        for worker, pipe in enumerate(inference.actor_pipes):
             start(worker, pipe)
         yield
     finally:
-        inference.learner_end.close()
+        inference.learner_pipe.close()
         thread.join(10)
         for pipe in inference.pipes:
             pipe.close()
@@ -2372,7 +2372,7 @@ def train(args: Args, folder: Path) -> int:
                 blocks = collect(inference)
                 metrics = iterate_all(population, blocks, threads, folder)
                 lines = population.exchange() if args.with_pbt else []  # no thread is learning now
-                inference.learner_end.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
+                inference.learner_pipe.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
                 reporter.update(metrics, lines)
                 deadline = min(deadline, time.monotonic() + args.train_for_seconds)  # counts from the first iteration
                 if time.monotonic() - saved_at >= args.save_every_sec:

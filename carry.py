@@ -1,19 +1,22 @@
-"""Carries changes of a file into the edits of it, ours and yours: `git merge-file`, given the right three texts.
+"""Carries the changes of a file into its edits, ours and yours: `git merge-file`, given the right three texts.
 
-    python carry.py                                     # into each of our files, what changed in its base since HEAD
-    python carry.py --update ../mine/my_file.py         # what we changed since you copied it; writes my_file_updated.py
-    python carry.py --add appo_doom_multigpu.py my_file.py    # what that file changes in its base; my_file_multigpu.py
+    python carry.py                                     # carries changes since HEAD from each base into its edits
+    python carry.py --update ../mine/my_file.py         # writes my_file_updated.py, with our changes since your copy
+    python carry.py --add appo_doom_multigpu.py my_file.py    # writes my_file_multigpu.py, with that file's changes
 
-Your file is never touched. Its line `# appo_doom.py $Id$` says what it is a copy of; git writes the version into it on
-checkout (.gitattributes). Update before you add. Where both sides changed the same lines, these stand between conflict
-marks: first what the edit has, below ||||||| what both began with, below ======= what is to be carried. A file whose
-base has conflicts must wait: resolve them, and call it again. `--since COMMIT` begins at an older commit, or anew. The
-exit code is 1 while there are conflicts, and 2 if something was refused.
+Your file is never changed. Its line `# appo_doom.py $Id$` names the file that it is a copy of; git writes the version
+into this line on checkout (.gitattributes). Update before you add.
 
-A merge without conflicts may still be wrong: appo_doom_multigpu.py broadcasts one network, `agent`, and sums its
-gradients. Every other network needs the same; --add prints where.
+Lines that both sides changed are put between conflict marks: first the edit's lines, below ||||||| the lines that both
+began with, below ======= the lines to be carried. A file whose base has conflicts is skipped: resolve them, and run
+carry.py again. `--since COMMIT` starts from an older commit, or starts over. The exit code is 1 while there are
+conflicts, and 2 if carry.py refuses.
 
-tests/agreement.txt, written when there are none, says by how many lines each piece of our files differs from its base.
+A merge without conflicts may still be wrong. For example, appo_doom_multigpu.py broadcasts one network, `agent`, and
+sums its gradients: every other network needs the same, and --add prints where.
+
+When no conflicts are left, carry.py rewrites tests/agreement.txt: by how many lines each piece of our files differs
+from its base.
 """
 
 import argparse
@@ -30,7 +33,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
-# What is an edit of what; a base comes before its edits
+# The base of each edit; a base comes before its edits
 BASE = "appo_gym.py"
 EDIT_OF = {
     "appo_doom.py": BASE,
@@ -41,13 +44,13 @@ EDIT_OF = {
     "appo_dmlab.py": "appo_doom.py",
     "appo_pbt_doom.py": "appo_doom.py",
 }
-# What is to be done by hand after a variant was added
+# What must be done by hand after --add
 NOTES = {
     "appo_doom_multigpu.py": "only `agent` is the same on all ranks. For every other network that you train: broadcast "
     "its state_dict() where `train` broadcasts the agent's, average its loss with `masked_mean`, and before its "
     "optimizer's step call `sum_over_ranks` with each gradient, as `Learner.update` does"
 }
-# The line that says of which file and version a text is a copy; it takes no part in merges and comparisons
+# The line that names the file and version that a text is a copy of; merges and comparisons ignore it
 ID = re.compile(r"^# (\w+\.py) \$Id(?:: *(\w+))? *\$ *\n", re.MULTILINE)
 
 
@@ -57,7 +60,7 @@ def refuse(sentence: str) -> NoReturn:
 
 
 def git(*arguments: str, otherwise: str | None = None) -> str:
-    """What git prints; where it fails, `otherwise`."""
+    """Returns git's output or, if it fails, `otherwise`; without `otherwise`, a failure ends the program."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, encoding="utf-8")
     if done.returncode != 0 and otherwise is None:
         refuse(f"git {' '.join(arguments)} failed: {' '.join(done.stderr.split())}")
@@ -65,37 +68,38 @@ def git(*arguments: str, otherwise: str | None = None) -> str:
 
 
 def conflicts(text: str) -> list[int]:
-    """The lines at which conflicts begin; if only parts of conflicts are left, the lines of their marks."""
+    """Returns the lines at which conflicts begin; if only parts of conflicts are left, the lines of their marks."""
     marks = {number: line for number, line in enumerate(text.splitlines(), 1) if re.match(r"(<{7}|\|{7}|>{7}) ", line)}
     return [number for number, line in marks.items() if line[0] == "<"] or list(marks)
 
 
 def report(name: str, done: str, text: str) -> bool:
-    """Prints what was done and where `text` has conflicts; returns whether it has any."""
+    """Prints what was done and where `text` has conflicts. Returns True if it has any."""
     lines = conflicts(text)
     print(f"{name}: {done}; conflicts: {len(lines)}" + (f", at line {', '.join(map(str, lines))}" if lines else ""))
     return bool(lines)
 
 
 def merge(edit: str, old: str, new: str, labels: tuple[str, str, str], line: str) -> str:
-    """`edit` with what changed from `old` to `new`, and with `line`, which says what it is a copy of."""
+    """Returns `edit` with the changes from `old` to `new`, and with `line`, which names what it is a copy of. labels:
+    names of the three texts in conflict marks."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in (("edit", edit), ("old", old), ("new", new)):
             Path(folder, name).write_text(ID.sub("", text), encoding="utf-8")
         command = ["git", "merge-file", "-p", "--diff3", *(f"-L{label}" for label in labels), "edit", "old", "new"]
         done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8")
-    if done.returncode > 127:  # up to there it is the number of conflicts
+    if done.returncode > 127:  # up to 127 it is the number of conflicts
         refuse(f"git merge-file failed: {' '.join(done.stderr.split())}")
     place = re.search("^# ///\n", done.stdout, re.MULTILINE) or re.match("(#!.*\n)?", done.stdout)
     return done.stdout[: place.end()] + line + done.stdout[place.end() :]
 
 
 def carry(since: str | None) -> bool:
-    """Carries what changed in each base since a commit into the edits of it; returns whether there are conflicts.
+    """Carries what changed in each base since a commit into its edits. Returns True if there are conflicts.
 
-    Which text of its base a file has got is noted in git's folder until the next commit, so that conflicts which were
-    resolved do not come again; but a file that had no conflicts and is as in HEAD has got nothing: what was carried was
-    thrown away. With `since`, all is carried anew."""
+    Until the next commit, a note in git's folder keeps the text of the base that each file was brought up to, so that
+    conflicts which were resolved do not come back. If a file had no conflicts and is the same as in HEAD, the carried
+    changes were discarded, and so is its note. With `since`, everything is carried again."""
     head, note = git("rev-parse", "HEAD").strip(), ROOT / git("rev-parse", "--git-path", "carry.json").strip()
     carried = json.loads(note.read_text(encoding="utf-8")) if note.exists() and not since else {}
     if carried.get("head") != head:
@@ -118,7 +122,7 @@ def carry(since: str | None) -> bool:
             left |= report(file, "not touched", text)
         else:
             old = carried.get(file, new)
-            if file not in carried and git("ls-tree", carried["since"], file):  # a new file is an edit of today's base
+            if file not in carried and git("ls-tree", carried["since"], file):  # new: an edit of today's base
                 old = git("show", f"{carried['since']}:./{base}", otherwise=new)
             if changed := ID.sub("", old) != ID.sub("", new):
                 line = ID.search(text)
@@ -132,17 +136,18 @@ def carry(since: str | None) -> bool:
 
 
 def copied(path: Path, text: str, of: str | None) -> tuple[str, str]:
-    """Which of our files `text` is a copy of, and that file's text then; if git does not know, the nearest of all."""
+    """Returns the name of our file that `text` is a copy of, and the text of the version that was copied or, if git
+    does not know it, of the most similar version."""
     line = ID.search(text)
     if not (line or of):
         refuse(f"{path} has no line `# appo_doom.py $Id$` that says what it is a copy of; add --of appo_doom.py")
     name = of or line[1]
-    # In a fork git writes there which version of the copy it is, if .gitattributes has a pattern that matches its name
+    # In a fork, if .gitattributes has a pattern that matches the copy's name, git writes the copy's own version there
     if line and line[1] == name and line[2]:
         if git("log", "--all", "--format=%h", f"--find-object={line[2]}", "--", name, otherwise=""):
             return name, git("cat-file", "blob", line[2])
     if git("rev-parse", "--is-shallow-repository").strip() == "true":
-        refuse(f"this shallow clone may not have the version of {name} that was copied; git fetch --unshallow gets it")
+        refuse(f"this shallow clone may not have the version of {name} that was copied: run git fetch --unshallow")
     commits = git("log", "--all", "--format=%h of %cs", "--", name).splitlines()
     if not commits:
         refuse(f"{name} is not in the history of this clone")
@@ -158,7 +163,7 @@ def copied(path: Path, text: str, of: str | None) -> tuple[str, str]:
 
 
 def into_copy(path: Path, variant: str | None, of: str | None) -> bool:
-    """Writes a file beside the user's: updated, or with what a variant changes; returns whether it has conflicts."""
+    """Writes a file beside the user's, updated or with a variant's changes. Returns True if it has conflicts."""
     text = path.read_text(encoding="utf-8")
     if conflicts(text):
         refuse(f"{path} still has conflicts, the first at line {conflicts(text)[0]}")
@@ -186,7 +191,7 @@ def into_copy(path: Path, variant: str | None, of: str | None) -> bool:
 
 
 def pieces(text: str, name: str = "") -> dict[str, list[str]]:
-    """The lines of a file by the piece they belong to: a constant, function, method, field with its help, the rest of a
+    """Returns {piece: lines} of a file. A piece is a constant, function, method, field with its help, the rest of a
     class, the docstring, imports, the script block, another statement, or the comments between all these."""
     lines = ID.sub("\n", text).splitlines()
     owner = [line and "comments" for line in lines]
@@ -214,7 +219,7 @@ def pieces(text: str, name: str = "") -> dict[str, list[str]]:
 
 
 def table(texts: dict[str, str]) -> str:
-    """By how many lines each file differs from its base, piece by piece; see its first lines."""
+    """Returns the text of tests/agreement.txt; its first lines explain the columns."""
     parts, rows = {file: pieces(texts[file], file) for file in (BASE, *EDIT_OF) if file in texts}, []
     for index, file in enumerate(parts):
         base = base if (base := EDIT_OF.get(file)) in parts else file
@@ -236,11 +241,11 @@ def table(texts: dict[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--since", metavar="COMMIT", help="carry all changes since then, carried before or not")
-    what.add_argument("--table", action="store_true", help="carry nothing, write tests/agreement.txt anew")
-    what.add_argument("--update", metavar="FILE", type=Path, help="carry our changes into a copy of FILE")
-    what.add_argument("--add", nargs=2, metavar=("OURS", "FILE"), help="carry what OURS changes into a copy of FILE")
-    parser.add_argument("--of", metavar="NAME", help="with --update: what FILE is a copy of, if no line of it says so")
+    what.add_argument("--since", metavar="COMMIT", help="carry all changes since COMMIT, even those carried before")
+    what.add_argument("--table", action="store_true", help="carry nothing, only rewrite tests/agreement.txt")
+    what.add_argument("--update", metavar="FILE", type=Path, help="write a copy of FILE with our later changes")
+    what.add_argument("--add", nargs=2, metavar=("OURS", "FILE"), help="write a copy of FILE with the changes of OURS")
+    parser.add_argument("--of", metavar="NAME", help="with --update: what FILE is a copy of, if no $Id line names it")
     args = parser.parse_args()
     try:
         if args.update or args.add:

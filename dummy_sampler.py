@@ -1,12 +1,13 @@
-"""The ceiling: the environments of a variant stepped with random actions, pinned as in training, without any learner.
+"""Measures the ceiling: steps the environments of a file with random actions, pinned as in training, without a learner.
 
     python dummy_sampler.py --family doom --env-id benchmark --num-workers 20
     python dummy_sampler.py --family atari --env-id Breakout-v5 --sweep     # the best number of environments per worker
-    python dummy_sampler.py --family doom --null                            # what the pipeline itself can carry
+    python dummy_sampler.py --family doom --null                            # the throughput of the pipeline alone
 
-The first two step what `make_envs` of the variant returns (of appo_pbt_doom.py its `WorkerEnvs`), as an actor does, and
-count the frames of valid steps; no inference. `--null` is the opposite: environments that cost nothing, through the variant's own actors,
-mailbox, pipes and inference thread, with a policy that draws at random; it counts rows and groups, for 2 to 72 workers.
+The first two commands step the environments that the file's `make_envs` returns (in appo_pbt_doom.py, its `WorkerEnvs`)
+as an actor does, without inference, and count the frames of valid steps. `--null` does the opposite: it runs the file's
+own actors, mailbox, pipes and inference thread with environments that cost nothing and a policy that draws actions at
+random, and counts rows and groups, for 2 to 72 workers.
 """
 
 import contextlib
@@ -49,31 +50,31 @@ ENGINES = dict(doom="vizdoom", atari="envpool", dmlab="deepmind_lab", mujoco="en
 @dataclass
 class Options:
     family: Literal["doom", "atari", "dmlab", "mujoco", "pbt_doom"] = "doom"
-    """which variant's environments"""
+    """the file whose environments are stepped: appo_FAMILY.py"""
     env_id: str | None = None
-    """environment; default: benchmark for doom, duel for pbt_doom, else the file's own default"""
+    """environment to step. Default: benchmark for doom, duel for pbt_doom, else the file's own default"""
     num_workers: int | None = None
-    """processes. Default: the cores this process may use"""
+    """number of processes. Default: the number of cores that this process may use; with --null 2 to 72"""
     num_envs_per_worker: int = 16
     """environments per process"""
     set_workers_cpu_affinity: bool = True
     """pin each process and its engines to one core"""
     window: float = 5.0
-    """seconds over which a rate is taken"""
+    """length in seconds of a window, over which a rate is taken"""
     windows: int = 5
-    """number of windows; the median and the spread are reported"""
+    """number of windows; the median and the range of their rates are reported"""
     warm_up: float = 3.0
     """seconds before the first window"""
     sweep: bool = False
     """measure 1 to 64 environments per worker and report the best"""
     null: bool = False
-    """environments that cost nothing through mailbox, pipes and inference thread, 2 to 72 workers"""
+    """measure mailbox, pipes and inference thread alone, with environments that cost nothing"""
     out: Path | None = None
-    """JSON file for the result"""
+    """JSON file for the results. Default: none is written"""
 
 
 def variant(options: Options):
-    """The module of the family and its resolved Args; ends the program when the options are wrong."""
+    """Returns the module of the family and its Args. Exits with a message if the options are wrong."""
     for name in ("num_workers", "num_envs_per_worker", "windows"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -94,7 +95,7 @@ def variant(options: Options):
         of_all |= dict(set_workers_cpu_affinity=options.set_workers_cpu_affinity)
     args = appo.Args(env_id=env_id, device="cpu", num_workers=workers, **of_all)
     try:
-        appo.spaces_of(args)  # is there such an environment? starts no game
+        appo.spaces_of(args)  # raises if there is no such environment; starts no game
         if options.family == "dmlab":
             appo.check_levels(args)
     except appo.UserError as error:
@@ -103,26 +104,28 @@ def variant(options: Options):
 
 
 def frameskip_of(args) -> int:
-    """appo_mujoco.py counts steps alone."""
+    """Returns the frames per step: 1 for appo_mujoco.py, which counts only steps."""
     return getattr(args, "frameskip", 1)
 
 
-starting = threading.Lock()  # held while this process's engines start: killed then, they leave files in /dev/shm
+starting = threading.Lock()  # held while engines start: if killed then, they leave files in /dev/shm
 
 
 def end_with_parent() -> None:
+    """Ends this process when its parent has ended. The body of a thread."""
     multiprocessing.parent_process().join()
     starting.acquire(timeout=120)
     os._exit(1)  # engines end with the threads that started them
 
 
 def set_up_process(core: int | None) -> None:
-    """Pins a process that steps environments, gives it a process group of its own, and ends it with the main process."""
-    os.setpgrp()  # Ctrl-C is for the main process
+    """Prepares this process for stepping environments: pins it to a core, moves it into its own process group, and
+    makes it end with the main process."""
+    os.setpgrp()  # so that Ctrl-C reaches only the main process
     for number in SIGNALS:
-        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by engines
+        signal.signal(number, lambda *_: None)  # a no-op handler: engines would inherit SIG_IGN
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for number in (signal.SIGTTIN, signal.SIGTTOU):  # else the kernel stops the group: engines touch the terminal
+    for number in (signal.SIGTTIN, signal.SIGTTOU):  # otherwise the kernel stops the group: engines touch the terminal
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     if core is not None:
@@ -130,7 +133,7 @@ def set_up_process(core: int | None) -> None:
 
 
 class Matches:
-    """The games of appo_pbt_doom.py, with a mailbox of their own, as far as they are used here like a VectorEnv."""
+    """The games of appo_pbt_doom.py and their mailbox, with the part of VectorEnv's interface that is used here."""
 
     def __init__(self, appo, args, count: int):
         spaces = appo.spaces_of(args)
@@ -151,29 +154,29 @@ class Matches:
 
 
 def envs_of(appo, args, count: int):
-    """The environments of a worker."""
+    """Returns the environments of one worker."""
     return Matches(appo, args, count) if hasattr(appo, "make_game") else appo.make_envs(args, count)
 
 
 def sample(family: str, args, count: int, worker: int, core: int | None, steps, reset, barrier) -> None:
-    """Body of a process: steps its `count` environments for ever. steps, reset: shared, [workers], valid steps and
-    seconds."""
+    """Steps `count` environments forever: the body of a worker process. steps, reset: shared tensors [workers], for the
+    worker's valid steps and the seconds that its reset took."""
     appo = importlib.import_module(f"appo_{family}")
     set_up_process(core)
     envs, steps, reset = envs_of(appo, args, count), steps.numpy(), reset.numpy()
     start = time.perf_counter()
     with starting:
-        envs.reset(seed=1000 * worker, options=dict(first_row=worker * count))  # says what task a game plays
+        envs.reset(seed=1000 * worker, options=dict(first_row=worker * count))  # decides which task a game plays
     reset[worker] = time.perf_counter() - start
     envs.action_space.seed(worker)
-    actions = [envs.action_space.sample() for _ in range(256)]  # drawn once: drawing is no part of the simulator
+    actions = [envs.action_space.sample() for _ in range(256)]  # drawn once: drawing is not part of the simulator
     barrier.wait()
     for valid in valid_steps(envs, actions):
         steps[worker] += valid
 
 
 def valid_steps(envs: gym.vector.VectorEnv | Matches, actions: list):
-    """Steps the environments for ever. Generator: yields how many environments were really stepped."""
+    """Steps the environments forever. Yields, for each step, the number of environments that did not just reset."""
     ended = np.zeros(envs.num_envs, bool)
     while True:
         for action in actions:
@@ -184,7 +187,8 @@ def valid_steps(envs: gym.vector.VectorEnv | Matches, actions: list):
 
 
 def rates(counter, windows: int, seconds: float, text: str, check) -> list[float]:
-    """Counts per second, one for each window. check: called after each, raises what has gone wrong."""
+    """Returns counts per second, one for each window of `seconds`. text: label of the progress bar; check: called after
+    each window, raises if something has gone wrong."""
     result = []
     with tqdm(total=windows, desc=text, unit=" windows", disable=None) as bar:
         before, start = counter(), time.perf_counter()
@@ -201,7 +205,7 @@ def rates(counter, windows: int, seconds: float, text: str, check) -> list[float
 
 @contextlib.contextmanager
 def ignored_signals():
-    """Context in which signals are ignored, by the programs that it starts for good."""
+    """Ignores signals within the context; programs that are started there ignore them permanently."""
     usual = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         yield
@@ -211,8 +215,8 @@ def ignored_signals():
 
 
 def end(appo, processes: list) -> None:
-    """Kills processes, and removes what their engines have in /dev/shm."""
-    with ignored_signals():  # a second one would leave some
+    """Kills processes and removes their engines' files in /dev/shm."""
+    with ignored_signals():  # a second signal would leave some running
         for process in processes:
             if process.pid:  # it has started
                 getattr(appo, "kill", mp.Process.kill)(process)
@@ -220,11 +224,11 @@ def end(appo, processes: list) -> None:
 
 
 def ceiling(options: Options, appo, args, count: int) -> dict:
-    """Steps all environments, `count` a process, at random; returns frames/s and reset time."""
+    """Steps all environments, `count` per process, with random actions. Returns frames/s, reset and start times."""
     context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
-    os.environ["OMP_NUM_THREADS"] = "1"  # of actors, as where they train
+    os.environ["OMP_NUM_THREADS"] = "1"  # in the workers, as in training
     context.set_forkserver_preload(["numpy", "torch", "gymnasium", "tyro", "tqdm", ENGINES[options.family]])
-    with ignored_signals():  # by processes until they have handlers
+    with ignored_signals():  # inherited by processes until they set their handlers
         forkserver.ensure_running()
     steps = torch.zeros(args.num_workers, dtype=torch.int64).share_memory_()
     reset = torch.zeros(args.num_workers, dtype=torch.float64).share_memory_()
@@ -262,7 +266,7 @@ def ceiling(options: Options, appo, args, count: int) -> dict:
 
 
 class NullEnvs(gym.vector.VectorEnv):
-    """Environments that cost nothing: always the same observation, never an end."""
+    """Environments that cost nothing: the observation is always the same, and no episode ends."""
 
     def __init__(self, num_envs: int, obs: dict[str, gym.spaces.Box]):
         self.action_space = gym.vector.utils.batch_space(gym.spaces.Discrete(4), num_envs)
@@ -277,14 +281,14 @@ class NullEnvs(gym.vector.VectorEnv):
 
 
 def null_actor(family: str, obs: dict[str, gym.spaces.Box], *arguments) -> None:
-    """The variant's own actor, with environments that cost nothing."""
+    """Runs the file's own actor with environments that cost nothing."""
     appo = importlib.import_module(f"appo_{family}")
     appo.make_envs = lambda args, num_envs: NullEnvs(num_envs, obs)
     appo.run_actor(*arguments)
 
 
 class RandomAgent(nn.Module):
-    """No network: all actions are equally likely, every value is 0."""
+    """Replaces the network: all actions are equally likely, every value is 0."""
 
     state_size, reduced = 0, ()
 
@@ -297,23 +301,23 @@ class RandomAgent(nn.Module):
 
 
 def pipeline(options: Options, appo, args, null: bool) -> dict:
-    """Actors, mailbox, pipes, inference thread and rollouts with random actions, without a learner: rows and frames per
-    second, and the microseconds of a group. null: with environments that cost nothing."""
+    """Runs actors, mailbox, pipes, inference thread and rollouts with random actions and without a learner. Returns
+    rows and frames per second and the microseconds per group. null: use environments that cost nothing."""
     spaces, usual = appo.spaces_of(args), appo.run_actor
     if null:
         spaces = appo.Spaces(spaces.obs, (4,))
         appo.run_actor = functools.partial(null_actor, options.family, spaces.obs)
     torch.set_num_threads(1)
-    args.batch_size = args.num_workers * args.num_envs_per_worker * args.rollout  # slots: never a reason to wait
+    args.batch_size = args.num_workers * args.num_envs_per_worker * args.rollout  # slots: enough that nobody waits
     inference, errors = appo.Inference(args, spaces, RandomAgent(spaces.heads), torch.device("cpu")), []
-    received = np.zeros(2, int)  # steps, and valid steps
+    received = np.zeros(2, int)  # steps, valid steps
 
-    def learner() -> None:  # nothing to learn: what is full is free again
+    def learner() -> None:  # learns nothing: gives each full block back at once
         while (block := inference.full.get()) is not None:
             valid = ~inference.rollouts.first[1:, block]
             received[:] += valid.size, np.count_nonzero(valid)
-            inference.learner_end.send([block])
-        errors.append(inference.end)
+            inference.learner_pipe.send([block])
+        errors.append(inference.error)
 
     def check() -> None:
         if errors and errors[0]:
@@ -348,21 +352,21 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
 
 
 def command() -> str:
-    """As typed, without where this checkout lies."""
+    """Returns the command as it was typed, without the path of this checkout."""
     return "python " + shlex.join(word.replace(f"{Path(__file__).resolve().parent}/", "") for word in sys.argv)
 
 
 def machine() -> dict[str, str | int]:
-    """What a result must say to be compared: hardware, versions, date and, in a checkout, the commit."""
+    """Returns what is needed to compare results: hardware, versions, date and, in a checkout, the commit."""
 
     def git(*command: str) -> str:
         try:
             run = subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent)
             return run.stdout.strip()
-        except OSError:  # no git
+        except OSError:  # git is not installed
             return ""
 
-    # the name of a virtual processor says little
+    # A virtual processor's name says little, so its family and model are added
     cpu = dict(re.findall(r"(model name|cpu family|model)\s*: (.*)", Path("/proc/cpuinfo").read_text()))
     packages = {name: importlib.import_module(name).__version__ for name in ("torch", "numpy", "gymnasium")}
     dirty = "-dirty" if git("status", "--porcelain", "--", ".", ":!benchmark/results") else ""
@@ -375,13 +379,13 @@ def machine() -> dict[str, str | int]:
 
 
 def write(options: Options, args, results: list[dict]) -> None:
-    """Called after each result, since a sweep may be cut off."""
+    """Writes the results so far to --out. Called after each result, since a sweep may be interrupted."""
     if not options.out:
         return
     engine = ENGINES[options.family]
     try:
         version = importlib.metadata.version(engine)
-    except importlib.metadata.PackageNotFoundError:  # built from source, not by pip
+    except importlib.metadata.PackageNotFoundError:  # built from source, not installed by pip
         version = "unknown"
     content = dict(machine=machine() | {engine: version}, command=command(), env_id=args.env_id,
                    frameskip=frameskip_of(args), results=results)  # fmt: skip
@@ -399,7 +403,7 @@ def main() -> None:
             write(options, args, results)
             found = results[-1]
             print(f"{found['workers']} workers x {found['envs_per_worker']} rows: {found['rows_per_second']:,} rows/s, "
-                  f"{found['microseconds_per_group']} us a group, {found['rows_per_batch']} rows a batch", flush=True)  # fmt: skip
+                  f"{found['microseconds_per_group']} us per group, {found['rows_per_batch']} rows per batch", flush=True)  # fmt: skip
     else:
         for envs in SWEEP if options.sweep else (options.num_envs_per_worker,):
             results.append(ceiling(options, appo, args, envs))
@@ -416,7 +420,7 @@ def main() -> None:
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)  # as Ctrl-C
+            signal.signal(number, signal.default_int_handler)  # treated as Ctrl-C
     try:
         main()
     except KeyboardInterrupt:

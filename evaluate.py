@@ -1,14 +1,15 @@
-"""Plays a policy that one of the files has trained: its return, a video, a window to watch it, matches of several.
+"""Plays a trained policy: measures its return, records a video, shows it in a window, or plays matches of several.
 
     python evaluate.py train_dir/my_run                 # 100 episodes; prints mean and spread of the return
     python evaluate.py train_dir/my_run --save-video --likeliest --best
     python evaluate.py train_dir/my_run --watch         # a window, at the game's own speed
     python evaluate.py train_dir/my_run --env-id battle2 --device cpu    # flags of the file that trained the run
-    python evaluate.py train_dir/duel --opponents train_dir/early        # of appo_pbt_doom.py: all against all
+    python evaluate.py train_dir/duel --opponents train_dir/early        # runs of appo_pbt_doom.py: all against all
 
-The run's cfg.json says which file trained it. The file of that name beside this one, or where you are, gives the
-network and the environments, so this plays your own copies, too. A folder never says what code is to be run: any other
-file is named by --file, and an environment's module by --env-id, as in training. In your own code: `load_agent`.
+The run's cfg.json names the file that trained it. The network and the environments come from the file of that name
+beside evaluate.py or, failing that, in the current folder, so your own copies are played as well. A run's folder never
+decides which code is executed: name any other file with --file, and an environment's module with --env-id, as in
+training. From Python, call `load_agent`.
 """
 
 import contextlib
@@ -36,20 +37,19 @@ from typeguard import TypeCheckError, check_type
 
 @dataclass
 class Options:
-    """Plays a trained policy. All other flags belong to the file that trained it (`python FILE --help`); they change
-    what the run was started with."""
+    """Plays a trained policy. All other flags are those of the file that trained it (`python FILE --help`); they
+    override the values that the run was started with."""
 
-    folder: tyro.conf.Positional[Path]  # the run, such as train_dir/my_run; stands before flags of the file
+    folder: tyro.conf.Positional[Path]  # the run, such as train_dir/my_run; put it before the training file's flags
     episodes: int | None = None
-    """how many to play. Default: 100; of DeepMind Lab 10 of each task; of a population 100 by each policy, or between
-    each two"""
+    """number of episodes. Default: 100; for DeepMind Lab 10 per task; for a population 100 per policy or per pair"""
     likeliest: bool = False  # play the likeliest action instead of a sampled one
     best: bool = False  # play the checkpoint with the best return instead of the latest one
     save_video: bool = False  # write the first minute of the first environment to video.mp4 in the run's folder
     watch: bool = False  # show one environment in a window, at the game's own speed; q, Escape or Ctrl-C ends it
-    file: Path | None = None  # the file that trained the run, if it lies neither here nor beside evaluate.py
+    file: Path | None = None  # the file that trained the run. Default: beside evaluate.py, else in the current folder
     opponents: list[Path] = field(default_factory=list)  # other runs of appo_pbt_doom.py that take part
-    policies: list[int] = field(default_factory=list)  # which policies of each population take part. Default: all
+    policies: list[int] = field(default_factory=list)  # numbers of each run's policies that take part. Default: all
 
     def kind(self) -> str:
         return "best" if self.best else "latest"
@@ -59,7 +59,8 @@ class Options:
 
     @contextlib.contextmanager
     def until_interrupted(self):
-        """Ctrl-C ends what is in this context, and what was played until then is shown (of DeepMind Lab whole tasks)."""
+        """Ends the context on Ctrl-C without an exception, so that the episodes played until then are reported (for
+        DeepMind Lab, only completed tasks)."""
         try:
             yield
         except KeyboardInterrupt:
@@ -69,11 +70,11 @@ class Options:
         return ("likeliest" if self.likeliest else "sampled") + " actions"
 
 
-MOST_STEPS = 200_000  # of an episode; Atari's are over after 27,000
+MOST_STEPS = 200_000  # the longest episode that is waited for; Atari's end after 27,000 steps
 
 
 class UserError(Exception):
-    """Something the user can fix; printed as one line, without a traceback. The files have such classes, too."""
+    """An error that the user can fix, printed as one line without a traceback. Each training file has its own class."""
 
 
 def read_cfg(folder: Path) -> tuple[str, dict]:
@@ -86,7 +87,7 @@ def read_cfg(folder: Path) -> tuple[str, dict]:
     try:
         cfg = json.loads(path.read_text())
         return Path(cfg["file"]).name, cfg["args"] | {}
-    except Exception as error:  # of any type
+    except Exception as error:  # damaged content may raise any type
         raise UserError(f"{path} is damaged, or does not hold the settings of a run ({error!r})") from None
 
 
@@ -100,7 +101,7 @@ def read_checkpoint(folder: Path, kind: str, policy: int) -> tuple[Path, dict, i
             content = torch.load(path, map_location="cpu", weights_only=True)
             content = content.get("policies", [content])[policy]
             found = path, content["agent"], int(content["global_step"])
-        except Exception:  # of any type
+        except Exception:  # a damaged file may raise any type
             damaged = damaged or f"{path} is damaged, or no checkpoint of a run"
             continue
         if damaged:
@@ -111,7 +112,7 @@ def read_checkpoint(folder: Path, kind: str, policy: int) -> tuple[Path, dict, i
 
 
 def find_file(folder: Path, file: Path | None) -> Path:
-    """Returns the file that trained the run in a folder. Raises UserError."""
+    """Returns the path of the file that trained the run in a folder, and prints it. Raises UserError."""
     name, _ = read_cfg(folder)
     for path in [file] if file else [Path(__file__).parent / name, Path(name)]:
         if path.is_file() and (file or folder.resolve() not in path.resolve().parents):  # a run's folder is data
@@ -121,7 +122,7 @@ def find_file(folder: Path, file: Path | None) -> Path:
 
 
 def load(path: Path):
-    """Imports a file under its own name, with what it imports from its own folder."""
+    """Imports a file under its own name, with its folder first on the import path. Returns the module."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -130,8 +131,8 @@ def load(path: Path):
 
 
 def check_code_named(saved, typed) -> None:
-    """Raises UserError where only a saved cfg.json names code that would be run: a module, DeepMind Lab's script of a level, a
-    scenario. typed: names of the flags that were given."""
+    """Raises UserError if code that would be run (a module, a script of a DeepMind Lab level, a scenario) is named by
+    the saved cfg.json alone. typed: names of the flags that the user gave."""
     scenario = getattr(saved, "cfg_path", None)
     name = "cfg_path" if scenario else "env_id"
     if (scenario or ":" in saved.env_id or "." in saved.env_id) and name not in typed:
@@ -142,12 +143,12 @@ def check_code_named(saved, typed) -> None:
 def load_agent(
     folder: Path | str, device: str = "cpu", kind: str = "latest", file: Path | str | None = None, policy: int = 0, **changes
 ):
-    """Returns the file that trained a policy, imported; its network; its Args, for environments in this process and
-    with the changes, such as num_envs; the step at which it was saved. kind: "latest" or "best"; policy: of a
-    population. Raises UserError.
+    """Loads a trained policy. Returns (module, agent, args, step): the imported file that trained it; its network; its
+    Args, set for environments in this process, with `changes` (such as num_envs) applied; the step at which it was
+    saved. kind: "latest" or "best"; policy: its number in a population. Raises UserError.
 
-    Where a training runs on the same CPU, call torch.set_num_threads(1) first: a forward pass of one row then takes
-    25 ms, with two threads 839 ms."""
+    If a training runs on the same CPU, call torch.set_num_threads(1) first: a forward pass of one row took 25 ms with
+    one thread, and 839 ms with two."""
     folder = Path(folder)
     module = load(find_file(folder, file and Path(file)))
     saved = args_of(module, folder)
@@ -168,6 +169,7 @@ def args_of(module, folder: Path):
 
 
 def agent_of(module, folder: Path, kind: str, policy: int = 0, **flags):
+    """Returns the network of a checkpoint, its Args and its step. flags: all values of Args. Raises UserError."""
     alone = dict(num_workers=0, worker_num_splits=1, num_policies=1, policy_settings="{}", with_pbt=False)
     args = module.Args(**flags | {name: value for name, value in alone.items() if name in flags})
     path, weights, step = read_checkpoint(folder, kind, policy)
@@ -175,20 +177,20 @@ def agent_of(module, folder: Path, kind: str, policy: int = 0, **flags):
     try:
         agent.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]  # of many lines
+        reason = " ".join(str(error).split())[:300]  # PyTorch's text has many lines
         unfit = f"the network in {path} does not fit {args.env_id}, these flags or this file"
         raise UserError(f"{unfit}: {reason}") from None
     return agent.to(args.device), args, step
 
 
 class Drawing:
-    """Pictures of one environment, one a step: to a video, in a window, both, or without these options nowhere."""
+    """Draws one environment, once per step: into a video, a window, or both; without these options it does nothing."""
 
-    VIDEO_SECONDS, WINDOW = 60, (1280, 720)  # at most: seconds; width and height, except for pictures that are larger
+    VIDEO_SECONDS, WINDOW = 60, (1280, 720)  # limits: seconds; width and height, exceeded only by larger pictures
 
     def __init__(self, options: Options, name: str, metadata: dict, draw):
-        """metadata: the environment's, which has been reset; draw(): its picture, uint8 [height, width, 3] or grey.
-        Raises UserError."""
+        """Opens the video and the window that the options ask for. metadata: of the environment, which has been reset;
+        draw(): returns its picture, uint8 [height, width, 3], or [height, width] if grey. Raises UserError."""
         self.name, self.draw, self.fps = name, draw, metadata.get("render_fps") or 30
         self.video = self.window = self.last = self.bar = None
         self.frames = 0
@@ -203,11 +205,11 @@ class Drawing:
             self.path = options.folder / "video.mp4"
             larger = ["-vf", "scale=4*iw:4*ih:flags=neighbor"] if height < 256 else []
             self.video = imageio.get_writer(self.path, fps=self.fps, macro_block_size=2, output_params=larger)
-            total = int(self.VIDEO_SECONDS * self.fps)  # it may go on when all episodes have been played
+            total = int(self.VIDEO_SECONDS * self.fps)  # it may go on after the last episode asked for
             self.bar = tqdm(total=total, desc="video", unit=" frames", disable=None, leave=False)
         if options.watch:
             os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
-            os.environ.setdefault("SDL_VIDEODRIVER", "x11,wayland")  # else it may choose one that shows nothing
+            os.environ.setdefault("SDL_VIDEODRIVER", "x11,wayland")  # else SDL may choose one that shows nothing
             import pygame
 
             larger = max(1, min(self.WINDOW[0] // width, self.WINDOW[1] // height))
@@ -219,10 +221,10 @@ class Drawing:
             self.pygame, self.clock = pygame, pygame.time.Clock()
 
     def picture(self) -> np.ndarray:
-        """As the environment is now, uint8 [height, width, 3]. Raises UserError."""
+        """Returns a picture of the environment as it is now, uint8 [height, width, 3]. Raises UserError."""
         try:
             picture, problem = self.draw(), 'its render() returns no picture; was it made with render_mode="rgb_array"?'
-        except Exception as error:  # of any type
+        except Exception as error:  # the environment's code may raise any type
             picture, problem = None, repr(error)
         if getattr(picture, "ndim", 0) == 2:
             picture = np.stack([picture] * 3, -1)
@@ -238,15 +240,15 @@ class Drawing:
         return self.video is not None and self.frames < self.VIDEO_SECONDS * self.fps
 
     def step(self, score: float, ended: bool) -> bool:
-        """Draws the environment as it is now; in the window until the next step is due. score: the return so far. Where
-        it has ended for good it may have nothing to show (Doom's picture is black): the window shows the last picture
-        once more. Returns False when the window was closed."""
+        """Draws the environment as it is now and, if there is a window, waits until the next step is due. score: the
+        return so far; ended: the episode has terminated, so that there may be nothing to draw (Doom's picture is black)
+        and the window shows the last picture again. Returns False if the window was closed."""
         record = self.recording() and not ended
         if not record and self.window is None:
             return True
         picture = self.last if ended else self.picture()
         if record:
-            # A frame that Ctrl-C cuts in two would spoil the video
+            # Ctrl-C in the middle of a frame would spoil the video
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
             self.video.append_data(picture)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
@@ -255,7 +257,7 @@ class Drawing:
         if self.window is None:
             return True
         pygame = self.pygame
-        image = pygame.surfarray.make_surface(picture.swapaxes(0, 1))  # which counts columns first
+        image = pygame.surfarray.make_surface(picture.swapaxes(0, 1))  # pygame's first axis is the column
         self.window.blit(pygame.transform.scale(image, self.window.get_size()), (0, 0))
         pygame.display.set_caption(f"{self.name}: return {score:.2f}")
         pygame.display.flip()
@@ -273,7 +275,7 @@ class Drawing:
 
 
 def drawn_envs(module, args, count: int):
-    """Environments that can draw themselves. Raises UserError."""
+    """Returns `count` environments that can draw themselves. Raises UserError."""
     try:
         return module.make_envs(args, count, render_mode="rgb_array")
     except TypeError as error:
@@ -287,7 +289,7 @@ class Games:
 
     def __init__(self, module, args, count: int, draws: bool):
         self.mailbox = module.Mailbox(module.spaces_of(args), count)
-        self.arrays = self.mailbox.numpy()
+        self.arrays = self.mailbox.share()
         self.worker = module.WorkerEnvs(args, 0, self.arrays, args.seed)
         self.length = module.EPISODE.index("episodic_length")
         if draws:
@@ -303,38 +305,39 @@ class Games:
 
 
 def unfinished(steps: int, sums) -> str:
-    """sums: of the episodes under way, see EPISODE."""
+    """Returns the message if no episode has ended. sums: [row][i], of the episodes under way, see EPISODE."""
     return f"no episode has ended in {steps:,.0f} steps; the return of the first one so far: {sums[0][0]:.2f}"
 
 
 def choose(module, agent, outputs: torch.Tensor, likeliest: bool) -> torch.Tensor:
-    """outputs: logits [N, sum(heads)], or means and widths. Returns actions."""
-    if not hasattr(module, "distributions"):  # a Gaussian
+    """Returns actions for N rows. outputs: logits [N, sum(heads)], or means and widths [N, 2 * numbers]."""
+    if not hasattr(module, "log_distributions"):  # Gaussian actions
         return outputs.chunk(2, dim=-1)[0] if likeliest else module.draw(outputs)
-    choices = module.distributions(outputs, agent.heads)
+    choices = module.log_distributions(outputs, agent.heads)
     return torch.stack([choice.argmax(-1) for choice in choices], -1) if likeliest else module.draw(choices)
 
 
 @torch.inference_mode()
 def play(module, agent, args, options: Options, name: str) -> list[float]:
-    """Plays `options.episodes` episodes in the environments of one worker, and draws the first of them, for a minute if
-    there is a video. Returns their raw returns, fewer where the window was closed, or after Ctrl-C."""
+    """Plays `options.episodes` episodes in the environments of one worker and draws the first environment; to fill the
+    minute of a video, it may play more. Returns the raw returns: fewer after Ctrl-C, or if the window was closed or an
+    episode does not end."""
     count, device = getattr(args, "num_envs", None) or args.num_envs_per_worker, torch.device(args.device)
-    per_env = -(-options.episodes // count)  # the same for each: taking the first to end would favour short ones
+    per_env = -(-options.episodes // count)  # equal shares: taking the first to end would favour short episodes
     torch.manual_seed(args.seed % 2**30)  # as in training
     state = torch.zeros(count, agent.state_size, device=device)
     returns = [[] for _ in range(count)]
-    lengths = np.zeros(count)  # of the episodes under way
+    lengths = np.zeros(count)  # steps of the episodes under way
     with contextlib.ExitStack() as stack:
         stack.enter_context(options.until_interrupted())
         games = stack.enter_context(contextlib.closing(Games(module, args, count, options.save_video or options.watch)))
         arrays, rows, envs = games.arrays, games.worker.rows, games.worker.envs
         games.worker.reset()
-        # Only the first one is drawn, where the vector class allows it
+        # Only the first environment is rendered, if the vector class allows it
         draw = envs.envs[0].render if hasattr(envs, "envs") else lambda: envs.render()[0]
         drawing = stack.enter_context(contextlib.closing(Drawing(options, name, envs.metadata, draw)))
         bar = stack.enter_context(tqdm(total=options.episodes, desc=name, unit=" episodes", disable=None, leave=False, miniters=0))
-        played = 0  # episodes of the first one
+        played = 0  # episodes of the first environment
         while any(len(finished) < per_env for finished in returns) or drawing.recording() and played < options.episodes:
             if not drawing.step(games.worker.sums[0, 0], arrays.terminated[rows][0]):
                 break
@@ -353,14 +356,14 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
                     returns[i].append(float(arrays.episode[rows][i, 0]))
                     bar.update(bar.n < bar.total)
         else:
-            drawing.step(games.worker.sums[0, 0], arrays.terminated[rows][0])  # the last one
+            drawing.step(games.worker.sums[0, 0], arrays.terminated[rows][0])  # the last picture
     if lengths.any() and not any(returns):
         print(unfinished(lengths.max(), games.worker.sums))
     return [value for finished in returns for value in finished][: options.episodes]
 
 
 def evaluate_policy(module, args, options: Options) -> list[float]:
-    """Plays episodes with a checkpoint; prints and returns their raw returns."""
+    """Plays episodes with a checkpoint. Returns their raw returns, and prints their mean and spread."""
     count = 1 if options.watch else min(options.episodes, 16)
     flag = "num_envs" if hasattr(args, "num_envs") else "num_envs_per_worker"
     agent, args, step = agent_of(module, options.folder, options.kind(), **asdict(args) | {flag: count})
@@ -373,8 +376,8 @@ def evaluate_policy(module, args, options: Options) -> list[float]:
 
 
 def main() -> int:
-    sys.path.append(os.getcwd())  # where a module of one's own may be that --env-id names
-    torch.set_num_threads(1)  # two wait for each other where a training has the cores
+    sys.path.append(os.getcwd())  # for the user's own modules that --env-id names
+    torch.set_num_threads(1)  # two would wait for each other while a training uses the cores
     try:
         options, flags = tyro.cli(Options, return_unknown_args=True)
         if options.episodes is not None and options.episodes < 1:
@@ -402,25 +405,25 @@ def main() -> int:
         print("stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        expected = isinstance(error, gym.error.Error | ModuleNotFoundError)  # as in the files: there is no such environment
-        if not expected and type(error).__name__ != "UserError":  # ours or the imported file's
+        expected = isinstance(error, gym.error.Error | ModuleNotFoundError)  # as in training: no such environment
+        if not expected and type(error).__name__ != "UserError":  # our class or the imported file's
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-# === Of appo_dmlab.py: one task after the other =======================================================================
+# === appo_dmlab.py: one task after the other ==========================================================================
 
 
 def evaluate_tasks(module, args, options: Options) -> list[float]:
-    """Plays episodes of each task, on its test level where it has one. Prints the raw returns, and how far they are on
-    the way from random actions to people. Returns their means."""
+    """Plays episodes of each task, on its test level if it has one. Prints each task's mean raw return and its
+    human-normalised score (random actions are 0 %, people 100 %). Returns the means."""
     maps = args.level_cache or str(options.folder.parent / "level_cache")
     args = replace(args, test_levels=True, experiment=None, level_cache=maps)
     trained = args_of(module, options.folder).env_id
     chosen = module.tasks_of(args)
-    module.check_levels(args)  # of what is played; the data sets of other tasks need not be here
-    # Environments of a task. A closed engine leaks 5 descriptors: with more engines, thirty tasks would need too many.
+    module.check_levels(args)  # only of the tasks to play: the data sets of others need not be here
+    # Environments per task. A closed engine leaks 5 descriptors: with more engines, thirty tasks would need too many.
     count = 1 if options.watch else min(options.episodes, 16 if len(chosen) == 1 else 4)
     changes = dict(num_envs_per_worker=count, env_id=trained)
     agent, args, step = agent_of(module, options.folder, options.kind(), **asdict(args) | changes)
@@ -430,10 +433,10 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
     print(f"{options.episodes} episodes a task, {options.actions()}, step {step:,}: mean return +- standard deviation")
     means, scores = [], []
     for task in chosen:
-        with tempfile.TemporaryDirectory() as engines:  # not those of a run under way
-            # The task's number is then 0, but only the critic reads it
+        with tempfile.TemporaryDirectory() as engines:  # apart from the engines of a running training
+            # The task's number becomes 0, but only the critic reads it
             returns = play(module, agent, replace(args, env_id=task, train_dir=engines), options, task)
-        if len(returns) < options.episodes:  # the window was closed
+        if len(returns) < options.episodes:  # the window was closed, or Ctrl-C was typed
             break
         means.append(float(np.mean(returns)))
         known = module.task_of(args, task)
@@ -442,8 +445,8 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
             scores.append(100 * (means[-1] - known.random) / (known.human - known.random))
             text += f"   {scores[-1]:6.1f} % of people"
         print(text)
-        options.save_video = False  # it is of the first task
-    with contextlib.suppress(OSError):  # unless it is empty, it stays
+        options.save_video = False  # the video shows only the first task
+    with contextlib.suppress(OSError):  # removes it only if it is empty
         os.rmdir(maps)
     if len(scores) == len(chosen) > 1:
         capped = np.mean(np.minimum(scores, 100))
@@ -451,15 +454,16 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
     return means
 
 
-# === Of appo_pbt_doom.py: several policies ============================================================================
+# === appo_pbt_doom.py: several policies ===============================================================================
 
-kept = []  # games, until the process ends: to free them while their engines start would crash it
+kept = []  # games, until the process ends: freeing them while their engines start would crash it
 
 
 def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...], list[int]]:
-    """Plays with checkpoints. Where a game is for one agent every policy plays `options.episodes` episodes; where it is
-    for several each two policies play as many matches, half of them with their seats exchanged. Prints a table. Returns
-    wins, losses and ties of each pair, by frags (by return, where there are none), or against bots, by who is first."""
+    """Plays the policies of one or several runs and prints their results. In a game for one agent every policy plays
+    `options.episodes` episodes; in a game for several each pair of policies plays as many matches, half of them with
+    exchanged seats. Returns {pair: [wins, losses, ties]}: decided by frags (by the return, if the game has none) or,
+    against bots, by who is first."""
     names, networks, frameskips = [], [], set()
     folders = [Path(os.path.abspath(folder)) for folder in (options.folder, *options.opponents)]
     for folder in folders:
@@ -469,7 +473,7 @@ def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...],
             if policy not in range(saved.num_policies):
                 raise UserError(f"--policies {policy}: {folder} has policies 0 to {saved.num_policies - 1}")
             changes = asdict(args)
-            if folder != folders[0]:  # of another run its own, but for these
+            if folder != folders[0]:  # another run keeps its own flags, except these
                 same = ("device", "seed", "precision", "env_id", "cfg_path", "match_wad")
                 changes = asdict(saved) | {key: changes[key] for key in same}
             network, used, _ = agent_of(module, folder, options.kind(), policy, **changes)
@@ -485,7 +489,7 @@ def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...],
         played = play_games(module, used, options, names, networks, table, per_env)
     except (KeyboardInterrupt, UserError, module.UserError):
         raise
-    except BaseException:  # such as the death of an engine, for which those of the other players may wait for ever
+    except BaseException:  # such as an engine's death, after which the other players' may wait forever
         traceback.print_exc()
         sys.stdout.flush()
         os._exit(1)
@@ -494,11 +498,11 @@ def evaluate_population(module, args, options: Options) -> dict[tuple[str, ...],
 
 @torch.inference_mode()
 def play_games(module, args, options: Options, names: list[str], networks: list, table: np.ndarray, per_env: int) -> list:
-    """Returns [environment][match][seat] -> what is summed over that seat's episode, see EPISODE."""
+    """Plays the matches of a table. Returns [environment][match][seat] -> sums of that seat's episode, see EPISODE."""
     seats = table.shape[1]
-    # Rewards are not shaped, since the coefficients in a mailbox stay 0: scores are raw
+    # The shaping coefficients in the mailbox stay 0, so rewards are not shaped and scores are raw
     mailbox = module.Mailbox(module.spaces_of(args), table.size, len(module.shaping_of(args)))
-    arrays, device = mailbox.numpy(), torch.device(args.device)
+    arrays, device = mailbox.share(), torch.device(args.device)
     rows = [np.flatnonzero(table == policy) for policy in range(len(networks))]  # of each policy
     states = [torch.zeros(len(own), network.state_size, device=device) for own, network in zip(rows, networks)]
     played, ended = [[] for _ in table], [{} for _ in table]  # [environment] -> episodes of its seats
@@ -525,12 +529,12 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
             worker.step()
             steps += 1
             bar.update(0)
-            for row in np.flatnonzero(arrays.episode[:, 1]):  # its length
+            for row in np.flatnonzero(arrays.episode[:, 1]):  # a length: an episode has ended
                 ended[row // seats][row % seats] = arrays.episode[row].tolist()
             for e, episodes in enumerate(ended):
                 if len(episodes) == seats:
                     shown += e == 0
-                    if len(played[e]) < per_env:  # the same for each: taking the first to end would favour short ones
+                    if len(played[e]) < per_env:  # equal shares, as in `play`
                         played[e].append([episodes[seat] for seat in range(seats)])
                         bar.update()
                     ended[e] = {}
@@ -541,8 +545,8 @@ def play_games(module, args, options: Options, names: list[str], networks: list,
 
 
 def lineups(policies: int, seats: int, options: Options) -> tuple[np.ndarray, int]:
-    """[environment, seat] -> the policy that plays there, and the number of episodes that each environment plays. Two
-    policies in a game of four have [[0, 1, 0, 1], [1, 0, 1, 0]]: each of them in each seat."""
+    """Returns which policy plays in each [environment, seat], and the number of episodes that each environment plays.
+    Two policies in a game of four have [[0, 1, 0, 1], [1, 0, 1, 0]]: each of them plays in each seat."""
     if seats == 1:
         pairs, table = policies, [[policy] for policy in range(policies)]
     else:
@@ -552,7 +556,7 @@ def lineups(policies: int, seats: int, options: Options) -> tuple[np.ndarray, in
         pairs = len(against)
     if options.watch:
         return np.array(table[:1]), options.episodes
-    # Several copies of the table make larger batches. Each line-up must be played as often.
+    # Several copies of the table make larger batches. All line-ups must be played equally often.
     turns = len(table) // pairs
     copies = [n for n in range(1, 16 // len(table) + 1) if options.episodes % (turns * n) == 0]
     table = np.tile(table, (max(copies, default=1), 1))
@@ -560,7 +564,8 @@ def lineups(policies: int, seats: int, options: Options) -> tuple[np.ndarray, in
 
 
 def print_results(sums: tuple[str, ...], names: list[str], table: np.ndarray, played: list) -> dict:
-    """played [environment][match][seat] -> `sums` of that seat's episode, raw return and length first."""
+    """Prints the mean returns of each policy and the results of each pair; returns the latter. played:
+    [environment][match][seat] -> `sums` of that seat's episode, raw return and length first."""
     results, episodes_of = {}, [[] for _ in names]
     place, win, frags = (sums.index(name) for name in ("place", "win", "frags"))
     for sitting, matches in zip(table, played):
@@ -570,9 +575,9 @@ def print_results(sums: tuple[str, ...], names: list[str], table: np.ndarray, pl
             for policy, episode in zip(sitting, episodes):
                 episodes_of[policy].append(episode)
             if len(sitting) == 1 and episodes[0][place]:
-                key, ahead = (*pair, "bots"), episodes[0][win] or 1 - episodes[0][place]  # 0: first, but not alone
+                key, ahead = (*pair, "bots"), episodes[0][win] or 1 - episodes[0][place]  # 0: tied for first
             elif len(sides) == 2:
-                score = frags if episodes[0][place] else 0  # where it is no match of Doom the return
+                score = frags if episodes[0][place] else 0  # the return, if this is no Doom match
                 one, two = (sum(episode[score] for episode, seat in zip(episodes, sitting) if seat == side)
                             for side in sides)  # fmt: skip
                 key, ahead = pair, one - two
@@ -592,7 +597,7 @@ def print_results(sums: tuple[str, ...], names: list[str], table: np.ndarray, pl
 
 
 def wilson(wins: int, matches: int) -> str:
-    """A share with its 95 % interval (Wilson 1927)."""
+    """Returns the share of wins and its 95 % interval (Wilson 1927), as text."""
     if matches == 0:
         return "none"
     p, z2, n = wins / matches, 1.96**2, matches
@@ -604,11 +609,11 @@ def wilson(wins: int, matches: int) -> str:
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)  # as Ctrl-C
-    for number in (signal.SIGTTIN, signal.SIGTTOU):  # else the kernel stops us in the background of a terminal
+            signal.signal(number, signal.default_int_handler)  # treated as Ctrl-C
+    for number in (signal.SIGTTIN, signal.SIGTTOU):  # otherwise the kernel would stop us in a terminal's background
         signal.signal(number, signal.SIG_IGN)
     code = main()
     sys.stdout.flush()
     if code == 130:
-        os._exit(130)  # threads of a match that Ctrl-C cut off may wait for their engines for ever
+        os._exit(130)  # threads of an interrupted match may wait forever for their engines
     sys.exit(code)

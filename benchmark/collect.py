@@ -1,17 +1,21 @@
-"""Reads finished runs, ours and the peers' (TensorBoard events, or Sample Factory's out.txt), into benchmark/results/.
+"""Collects results of finished runs, ours and the peers' (TensorBoard events, or Sample Factory's out.txt), for benchmark/results/.
 
     python benchmark/collect.py curves OUT.csv FOLDER...   # return over steps and seconds
-    python benchmark/collect.py tasks/NAME/episodic_return OUT.csv FOLDER...   # or another tag of our own runs
+    python benchmark/collect.py tasks/NAME/episodic_return OUT.csv FOLDER...   # or any other tag of our own runs
     python benchmark/collect.py rates OUT.json FOLDER...   # frames/s, medians by system, ratios
-    python benchmark/collect.py steps OUT.json FOLDER...   # the same in steps/s, where frameskips differ
+    python benchmark/collect.py steps OUT.json FOLDER...   # the same in steps/s, for systems with different frameskips
     python benchmark/collect.py population OUT.csv FOLDER   # the exchanges of a run of appo_pbt_doom.py
 
-A folder's name is the name of the run: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY no ratios), SYSTEM_SEED for curves.
+A run has the name of its folder: FAMILY_SYSTEM_ROUND for rates and steps (without FAMILY there are no ratios), SYSTEM_SEED for curves.
 
-Seconds of a curve count from a run's first line of log to each report, so they include the start of the games; those of appo_gym.py, which
-has no log, from the start of its actors, CleanRL's from its first episode. Rates leave out the first 20 s after a run's first report.
-Returns are raw: those that Sample Factory logs are divided by its reward scale; on its battle, where they are shaped, the kills in its
-TensorBoard stand for them.
+The seconds of a curve count up to each report, from
+
+* the first line of the run's log, so that they include the start of the games;
+* the start of the actors, for appo_gym.py, which has no log;
+* the first episode, for CleanRL.
+
+Rates leave out the first 20 s after a run's first report. Returns are raw: those that Sample Factory logs are divided by its reward scale.
+In its battle they are shaped, and the kills in its TensorBoard are used instead.
 """
 
 import contextlib
@@ -31,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dummy_sampler import machine  # noqa: E402
 
 PEERS = ("sample-factory", "stable_baselines3", "pufferlib", "torch", "numpy", "gymnasium", "gym", "vizdoom", "envpool", "ale-py", "mujoco")
-SF_SCALE = {"doom_basic": 0.01}  # of the return that Sample Factory logs
+SF_SCALE = {"doom_basic": 0.01}  # reward scale of the returns that Sample Factory logs
 
 
 def machine_and_engines() -> dict[str, str | int]:
-    """With the commit and the date of now: collect before anything else is checked out."""
+    """Returns `machine` and the engines' versions. Commit and date are those of now: collect before anything else is checked out."""
     found = machine()
     for name in ("vizdoom", "envpool", "deepmind_lab"):
         with contextlib.suppress(PackageNotFoundError):
@@ -44,11 +48,11 @@ def machine_and_engines() -> dict[str, str | int]:
 
 
 def peers() -> dict[str, dict[str, str]]:
-    """What is installed for each peer whose variable is set, as rates.sh and learning.sh know them."""
+    """Returns the packages installed for each peer whose variable is set (the variables of rates.sh and learning.sh)."""
     found = {}
     code = "import importlib.metadata as m; print(*[f'{x.name}={x.version}' for x in m.distributions()])"
     for variable in os.environ.keys() & {"SF_PYTHON", "CLEANRL_PYTHON", "SB3_PYTHON", "PUFFERLIB_PYTHON"}:
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it is not there: nor was it used
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it is not there, so it was not used
             versions = dict(word.split("=") for word in subprocess.check_output([os.environ[variable], "-c", code], text=True).split())
             found[variable] = {name: version for name, version in sorted(versions.items()) if name in PEERS}
     if "CLEANRL" in os.environ:
@@ -58,8 +62,8 @@ def peers() -> dict[str, dict[str, str]]:
 
 
 def used_args(folder: Path) -> dict:
-    """Returns what a run of ours was trained with; a file that has no other precision computes in float32. Where cfg.json has None, the
-    value was derived and stands in TensorBoard."""
+    """Returns the settings that a run of ours was trained with; a file without a flag for precision computes in float32. Where cfg.json has
+    None the value was derived, and is read from TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     cfg = json.loads((folder / "cfg.json").read_text())
@@ -72,9 +76,9 @@ def used_args(folder: Path) -> dict:
 
 
 def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tuple[float, int, float | None]]:
-    """steps, returns: tags. Seconds count from the beginning of the first session that has reported anything: its first line in log.txt where
-    there is one, else its args; of others from their first event. Of a resumed run the time between its sessions is left out, and so is what
-    it reported of steps that were lost with the last session."""
+    """Returns points (seconds, step, return or None). steps, returns: tags. Seconds count from the beginning of the first session that has
+    reported anything: from its first line in log.txt or, without a log, from its args; for other systems, from their first event. For a
+    resumed run, the time between sessions is left out, and so are reports on steps that were lost when a session ended."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     if len([*folder.glob("policy_*")]) > 1:
@@ -105,6 +109,7 @@ def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tu
 
 
 def read_sample_factory(folder: Path) -> list[tuple[float, int, float | None]]:
+    """Returns points (seconds, step, mean return or None); in the battle the kills take the place of the return."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", (folder / "out.txt").read_text())
     config = json.loads((folder / "sf" / "config.json").read_text())
     env, frameskip = config["env"], config["env_frameskip"]
@@ -128,14 +133,15 @@ def read_sample_factory(folder: Path) -> list[tuple[float, int, float | None]]:
 
 
 def read_cleanrl(folder: Path) -> list[tuple[float, int, float]]:
-    """The mean return of the last 100 episodes, at the end of each: CleanRL writes the return of each. Seconds count from the first."""
+    """Returns points (seconds, step, mean return of the last 100 episodes), one for each episode, since CleanRL logs the return
+    of each. Seconds count from the first."""
     points = read_events(folder, "charts/episodic_return", "charts/episodic_return")
     returns = [value for _, _, value in points]
     return [(seconds, step, statistics.mean(returns[max(0, i - 99) : i + 1])) for i, (seconds, step, _) in enumerate(points)]
 
 
 def read(folder: Path):
-    """Points (seconds, step, mean return or None) of a run."""
+    """Returns the points (seconds, step, mean return or None) of a run."""
     if (folder / "out.txt").exists():
         return read_sample_factory(folder)
     if (folder / "cfg.json").exists():
@@ -146,12 +152,12 @@ def read(folder: Path):
 
 
 def read_population(folder: Path) -> list[dict]:
-    """A row for each policy at the start of a session and at each exchange: its numbers from then on. Objectives, and whose weights it
-    goes on with, are of the log."""
+    """Returns a row for each policy at the start of a session and at each exchange, with its numbers from then on. The objective, and the
+    policy whose weights it continues with, are taken from the log."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     rows, sessions = [], re.split("(?= games)", (folder / "log.txt").read_text())[1:]
-    log = "".join(session for session in sessions if re.search(r"\d step [\d,]+: ", session))  # not of those without an iteration
+    log = "".join(session for session in sessions if re.search(r"\d step [\d,]+: ", session))  # only sessions with an iteration
     log = re.findall(r"(?:( games)|policy (\d+) \(\w+ (\S+)\) is (?:replaced by policy (\d+))?)", log)
     for place in sorted(folder.glob("policy_*")):
         policy, events = int(place.name[-2:]), EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
@@ -173,13 +179,14 @@ def write_population(out: Path, folder: Path) -> None:
 
 
 def curve_of(folder: Path, tag: str) -> list[tuple]:
+    """Returns the points of a run: with its return if `tag` is "curves", else with the metric of that tag."""
     if tag != "curves":
         return read_events(folder, tag, tag)
     return read_cleanrl(folder) if (folder / "runs").exists() else read(folder)
 
 
 def write_curves(out: Path, curves: dict[str, list[tuple]]) -> None:
-    """Of each run the points (seconds, step, return)."""
+    """Writes the points (seconds, step, return) of each run as CSV."""
     with open(out, "w", newline="") as file:
         file.write(f"# {json.dumps(machine_and_engines())}\n")
         writer = csv.writer(file)
@@ -189,17 +196,18 @@ def write_curves(out: Path, curves: dict[str, list[tuple]]) -> None:
 
 
 def rate_of(folder: Path, unit: str) -> dict[str, int | str]:
+    """Returns a run's rate, with its window and, for our runs, some settings. Raises ValueError if the run is too short."""
     frames_of_step = 1 if unit == "steps_per_second" else 4
-    if (folder / "rate.json").exists():  # taken by pufferlib_atari.py or, of the games alone, by dummy_sampler.py
+    if (folder / "rate.json").exists():  # written by pufferlib_atari.py or, for the games alone, by dummy_sampler.py
         rate = json.loads((folder / "rate.json").read_text())
         if "results" in rate:
             rate = {unit: round(rate["results"][0]["frames_per_second"] / (rate["frameskip"] if frames_of_step == 1 else 1))}
         return rate
-    points = read(folder)  # of which only those count at which steps were new: a batch may take many seconds
+    points = read(folder)  # only those with new steps count: a batch may take many seconds
     points = [point for last, point in pairwise([(0.0, 0, None), *points]) if point[1] > last[1]]
     points = [point for point in points if point[0] >= points[0][0] + 20]
     if len(points) < 2:
-        raise ValueError(f"{folder} is too short for a rate: train for more seconds, or more steps")
+        raise ValueError(f"{folder} is too short for a rate: train it for more seconds or more steps")
     (begin, first, _), (end, last, _) = points[0], points[-1]
     rate = {unit: round(frames_of_step * (last - first) / (end - begin)), "window_seconds": round(end - begin)}
     if (folder / "cfg.json").exists():  # ours
@@ -209,12 +217,13 @@ def rate_of(folder: Path, unit: str) -> dict[str, int | str]:
 
 
 def write_rates(out: Path, runs: dict[str, dict], unit: str) -> None:
-    """Of each run, FAMILY_SYSTEM_ROUND, the rate and what there is to say of it."""
+    """Writes the rates of runs with their medians and ratios as JSON, and prints medians and ratios. runs: {FAMILY_SYSTEM_ROUND: what
+    `rate_of` returns}."""
     systems = {}
     for name, rate in runs.items():
         systems.setdefault(name.rsplit("_", 1)[0], []).append(rate[unit])
     medians, ratios = {name: statistics.median(values) for name, values in systems.items()}, {}
-    for name, value in medians.items():  # of ours to each peer of the same family
+    for name, value in medians.items():  # ours relative to each peer of the same family
         ours = f"{name.split('_')[0]}_ours"
         if name != ours and ours in medians:
             ratios[name] = round(medians[ours] / value, 2)
@@ -240,7 +249,7 @@ def main() -> None:
     elif kind == "curves" or "/" in kind:
         write_curves(out, {folder.name: curve_of(folder, kind) for folder in folders})
     else:
-        sys.exit(f"error: {kind}: curves, rates, steps, population, or the tag of a metric")
+        sys.exit(f"error: {kind} is unknown: use curves, rates, steps, population or the tag of a metric")
 
 
 if __name__ == "__main__":

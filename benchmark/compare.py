@@ -1,10 +1,11 @@
-"""Frames per second (steps, where a file has no frames) of training commands, in alternation: two settings, two files, two checkouts.
+"""Compares the frames per second of training commands (steps, if a file has no frames), for example of two settings, files or checkouts.
 
     python benchmark/compare.py --out FILE.json "old: python ../old/appo_doom.py --env-id battle" "new: python appo_doom.py --env-id battle"
 
-Each round runs each command once, each round in another order. A rate is by TensorBoard's clock, from a run's third report on, summed
-over the policies of a population. Ratios are of medians, to the first command. A file without --train-for-seconds is ended by SIGINT, with
-START_UP more seconds from when it was started. Nothing else may run on the machine.
+Each round runs each command once, in an order that changes from round to round. A rate is measured from a run's third report on, by the
+times that TensorBoard has for the reports, and summed over the policies of a population. Ratios are those of medians, relative to the first
+command. A file without --train-for-seconds is ended by SIGINT; its seconds count from its start, with START_UP added. Nothing else may run
+on the machine.
 """
 
 import json
@@ -23,19 +24,19 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dummy_sampler import machine  # noqa: E402
 
-START_UP = 10.0  # seconds, about
+START_UP = 10.0  # seconds until training begins, approximately
 
 
 @dataclass
 class Options:
-    commands: tyro.conf.Positional[list[str]]  # "name: command", without --train-dir and the like
+    commands: tyro.conf.Positional[list[str]]  # "NAME: COMMAND" each; --train-dir, --experiment and --total-timesteps are added
     out: Path  # JSON file for the result
-    rounds: int = 3
-    seconds: float = 40.0  # of training in each run
+    rounds: int = 3  # the number of runs of each command
+    seconds: float = 40.0  # seconds of training in each run, at least 30
 
 
 def train(command: str, seconds: float, folder: str) -> None:
-    """Raises subprocess.CalledProcessError."""
+    """Trains with a command for some seconds; the run is folder/run. Raises subprocess.CalledProcessError if it fails."""
     words = [*shlex.split(command), "--total-timesteps", "1000000000", "--train-dir", folder, "--experiment", "run"]
     knows_time = any("train_for_seconds" in Path(word).read_text() for word in words if word.endswith(".py"))
     flags = ["--train-for-seconds", str(seconds)] if knows_time else []
@@ -47,13 +48,13 @@ def train(command: str, seconds: float, folder: str) -> None:
         code = process.wait()
         code = 0 if code == 130 else code
     finally:
-        process.kill()  # if it still runs
+        process.kill()  # in case it still runs
     if code:
         raise subprocess.CalledProcessError(code, words)
 
 
 def rate(command: str, seconds: float) -> float:
-    """Frames per second of one run."""
+    """Runs a command and returns its frames per second."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +69,7 @@ def rate(command: str, seconds: float) -> float:
 
 
 def by_name(typed: Sequence[str]) -> dict[str, str]:
-    """The commands. Exits where one has no name, or another's."""
+    """Returns {name: command}. Exits with a message if a command has no name, or the name of another."""
     commands = dict(command.partition(": ")[::2] for command in typed)
     if len(commands) < len(typed) or not all(commands.values()):
         sys.exit('error: each command is "NAME: COMMAND", with a name of its own')
@@ -80,7 +81,7 @@ def main() -> None:
     commands = by_name(options.commands)
     if options.seconds < 30:
         sys.exit(f"error: --seconds {options.seconds}: a run needs at least 30 for its rate")
-    about = machine()  # now: files may be edited meanwhile
+    about = machine()  # now, since files may be edited during the runs
     rates, names = {name: [] for name in commands}, list(commands)
     for i in range(options.rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:

@@ -1,25 +1,25 @@
-"""All that a machine with a GPU can tell, in at most nine minutes: gpu.json, gpu.md and log.txt in FOLDER.
+"""Profiles and times training on a machine with a GPU, in at most nine minutes: writes gpu.json, gpu.md and log.txt into FOLDER.
 
     python benchmark/gpu.py FOLDER
     python benchmark/gpu.py FOLDER --device cpu --num-workers 2 --num-envs-per-worker 8    # tries it without a GPU
 
-Where nothing can be installed from the network, a folder of wheels of what Python lacks there is enough:
+If nothing can be installed from the network there, a folder with the wheels of the missing packages is enough:
 
     python -m pip install --no-index --no-deps --target SITE WHEELS/*.whl && PYTHONPATH=SITE python benchmark/gpu.py FOLDER
 
-In this order, until the time is up; what is left then is named:
+The parts run in this order until the time is up; those that are left out are listed:
 
-* of Doom, CartPole, HalfCheetah and Breakout: one batch of inference and one iteration of the learner under PyTorch's profiler, with and
-  without CUDA graphs: launches, copies, waits, time of the GPU, and how far their results are from each other;
-* `benchmark` (ViZDoom) and Breakout with two splits, CartPole and HalfCheetah as they come, each with and without graphs; beside the
-  first two the dummy sampler on the same cores: frames/s and the share of the ceiling;
-* two policies, DeepMind Lab (with the engine where Python finds it, else with the tests' stand-in, whose speed says nothing) and elite
-  replay;
-* float32 instead of bfloat16, and one split instead of two.
+* profiles of Doom, CartPole, HalfCheetah and Breakout: one batch of inference and one iteration of the learner under PyTorch's profiler,
+  with and without CUDA graphs: launches, copies, waits, GPU time, and how much the results with and without graphs differ;
+* runs on `benchmark` (ViZDoom) and Breakout with two splits, and on CartPole and HalfCheetah with their defaults, each with and without
+  graphs; for the first two also the dummy sampler on the same cores: frames/s and the share of the ceiling;
+* runs with two policies, on DeepMind Lab (with the engine if Python finds it, else with the tests' stand-in, whose speed says nothing), and
+  with elite replay;
+* runs in float32 instead of bfloat16, and with one split instead of two.
 
-A training's figures are taken between its third and its last report, from some 15 s after the start of training on. "Steps games" is
-frames/s divided by the dummy sampler's: the share of their time in which actors step games. "GPU busy" is the share of the time in which,
-by nvidia-smi, any kernel ran. Everything that fails is named in the results, and the rest goes on.
+A run's figures are taken between its third report, some 15 s after the start of training, and its last. "Steps games" is frames/s
+divided by the dummy sampler's: the share of time in which actors step games. "GPU busy" is the share of time in which a kernel was running,
+according to nvidia-smi. If a part fails, the results say so, and the rest goes on.
 """
 
 import contextlib
@@ -58,24 +58,25 @@ LAB = importlib.util.find_spec("deepmind_lab") is not None
 
 @dataclass
 class Options:
-    folder: tyro.conf.Positional[Path]  # for the results
-    device: Literal["cuda", "cpu"] = "cuda"
-    num_workers: int | None = None  # of each run. Default: the cores that this process may use
-    num_envs_per_worker: int = 32  # of each run on Doom and Atari
-    seconds: float = 21.0  # of training in each run; it reports every five
-    minutes: float = 9.0  # until the end of all
-    profile: Literal["gym", "mujoco", "doom", "atari"] | None = None  # only profile this one, and print the result
+    folder: tyro.conf.Positional[Path]  # folder for the results
+    device: Literal["cuda", "cpu"] = "cuda"  # device of the networks; cpu only tries the script
+    num_workers: int | None = None  # workers of each run. Default: the number of cores that this process may use
+    num_envs_per_worker: int = 32  # environments per worker of each run on Doom and Atari
+    seconds: float = 21.0  # seconds of training in each run; a run reports every five
+    minutes: float = 9.0  # minutes for all parts together
+    profile: Literal["gym", "mujoco", "doom", "atari"] | None = None  # only profile this file, and print the result
 
 
 def sizes(options: Options, family: str) -> dict:
-    """Flags: how many actors and environments. Those that step trivial environments have their own defaults."""
+    """Returns the flags for the numbers of workers and environments: none for gym and mujoco, which keep their defaults."""
     if family in ("gym", "mujoco"):
         return {}
     return dict(num_workers=options.num_workers, num_envs_per_worker=options.num_envs_per_worker)
 
 
 def run(options: Options, limit: float, *command, interrupt_after: float | None = None) -> str:
-    """What the command prints. Raises RuntimeError, or subprocess.TimeoutExpired; then nothing that it has started lives on."""
+    """Runs a command and returns what it prints. interrupt_after: seconds until it gets SIGINT; limit: seconds from then, or from its
+    start, until it is killed. Raises RuntimeError or subprocess.TimeoutExpired. No process that it has started survives."""
     environment = dict(os.environ)
     if not LAB:
         environment["PYTHONPATH"] = f"{ROOT / 'tests' / 'stand_in'}:{environment.get('PYTHONPATH', '')}"
@@ -101,7 +102,7 @@ def run(options: Options, limit: float, *command, interrupt_after: float | None 
 
 @contextlib.contextmanager
 def gpu_use():
-    """Context with a list, which at its end has what nvidia-smi has seen: (seconds since the epoch, share of time busy, MiB used)."""
+    """Yields a list that at the end has the samples of nvidia-smi: (seconds since the epoch, share of time busy, MiB used)."""
     samples, process = [], None
     with contextlib.suppress(OSError):
         command = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
@@ -117,21 +118,22 @@ def gpu_use():
 
 
 def train(options: Options, limit: float, family: str, **flags) -> dict:
-    """A run's rate, lag, and what its threads do. Raises ValueError where it has too few reports, and what `run` does."""
+    """Trains, and returns the run's rate, its lag and how its threads spend their time. Raises ValueError if the run has too few reports,
+    and what `run` raises."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with tempfile.TemporaryDirectory() as place:
         flags = dict(env_id=ENV_IDS[family], device=options.device, total_timesteps=10**9, train_dir=place, experiment="run",
                      **sizes(options, family)) | flags  # fmt: skip
         graphs = ["--cuda-graphs"] * flags.pop("graphs", False)
-        interrupt_after = options.seconds + 10  # its start included
+        interrupt_after = options.seconds + 10  # including its start
         if family not in ("gym", "mujoco"):
             flags, interrupt_after = dict(train_for_seconds=options.seconds) | flags, None
         words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         with gpu_use() as samples:
             run(options, limit, ROOT / f"appo_{family}.py", *words, *graphs, interrupt_after=interrupt_after)
         folder, found, sps = Path(place) / "run", {}, 0.0
-        for policy in sorted(folder.glob("policy_*")) or [folder]:  # rates of a population are added up, the rest is the last policy's
+        for policy in sorted(folder.glob("policy_*")) or [folder]:  # rates of a population are added up; the rest is the last policy's
             events = EventAccumulator(str(policy)).Reload()
             tags = events.Tags()["scalars"]
             steps = events.Scalars("charts/SPS")[2:] if tags else []
@@ -158,6 +160,7 @@ def train(options: Options, limit: float, family: str, **flags) -> dict:
 
 
 def ceiling(options: Options, limit: float, family: str) -> dict:
+    """Returns the dummy sampler's frames per second."""
     with tempfile.TemporaryDirectory() as place:
         run(options, limit, ROOT / "dummy_sampler.py", "--family", family, "--num-workers", options.num_workers, "--num-envs-per-worker",
             options.num_envs_per_worker, "--window", 3, "--windows", 3, "--out", f"{place}/rate.json")  # fmt: skip
@@ -165,15 +168,17 @@ def ceiling(options: Options, limit: float, family: str) -> dict:
 
 
 def profiled(options: Options, limit: float, family: str) -> dict:
+    """Returns the result of `profile`, from a process of its own."""
     text = run(options, limit, __file__, options.folder, "--profile", family, "--device", options.device, "--num-workers",
                options.num_workers, "--num-envs-per-worker", options.num_envs_per_worker)  # fmt: skip
     return json.loads(next(line for line in reversed(text.splitlines()) if line.startswith("{")))
 
 
 def profile(options: Options, family: str) -> dict:
-    """One batch of inference with the rows of one split of all workers, and one iteration of the learner, over random numbers: what the
-    host asks of the GPU for them, and how long both take. Everything else stands still meanwhile. With graphs and without, after three of
-    each with the same numbers: by how much values, and metrics of the learner, differ at most, as a share of their size."""
+    """Profiles one batch of inference (the rows of one split of all workers) and one iteration of the learner, on random numbers and with
+    nothing else running. Returns for each of the two, without and with graphs, the times of host and GPU and the numbers of launches,
+    copies and waits. Also returns the largest difference that graphs make to the values, and to the learner's losses, in three calls on the
+    same numbers, relative to the largest of them."""
     appo = importlib.import_module(f"appo_{family}")
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
@@ -185,13 +190,13 @@ def profile(options: Options, family: str) -> dict:
     def built(graphs: bool) -> tuple:
         learner = parts.build(appo, ENV_IDS[family], options.device, cuda_graphs=graphs, **sizes(options, family))
         args, inference, first = learner.args, learner.inference, learner.inference.rollouts.first
-        first[:] = np.random.default_rng(0).random(first.shape) < 1 / 300  # where episodes begin a recurrent core is called anew
+        first[:] = np.random.default_rng(0).random(first.shape) < 1 / 300  # a recurrent core is called again where an episode begins
         splits = getattr(args, "worker_num_splits", 1)
         groups = list(range(0, args.num_workers * splits, splits))
         return learner, groups, parts.acting(inference, groups), *parts.iteration(appo, learner)
 
     def results(learner, act, learn) -> list:
-        """Of one call of each."""
+        """Returns the values and the losses of one call of each."""
         random.seed(0)
         torch.manual_seed(0)
         metrics, iterate = {}, learner.iterate
@@ -248,6 +253,7 @@ def profile(options: Options, family: str) -> dict:
 
 
 def table(results: dict) -> str:
+    """Returns the results as Markdown."""
     lines = ["| run | frames/s | steps games | lag | learner learns | inference waits: games, slots | rows a batch | GPU busy | memory |"]
     lines.append("|---" * 9 + "|")
     for name, r in results.items():
@@ -269,7 +275,7 @@ def table(results: dict) -> str:
         if "values differ by" in r:
             lines += ["", f"{name.split()[1]}: graphs change values by {r['values differ by']:.1e}, metrics by {r['metrics differ by']:.1e}."]
     failed = [f"* {name}: {r['failed']}" for name, r in results.items() if "failed" in r]
-    return "\n".join([*lines, *(["", "Failed, or left out:", "", *failed] if failed else [])]) + "\n"
+    return "\n".join([*lines, *(["", "Failed or left out:", "", *failed] if failed else [])]) + "\n"
 
 
 def main() -> int:
@@ -278,13 +284,13 @@ def main() -> int:
         print(json.dumps(profile(options, options.profile)))
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("error: PyTorch sees no GPU here; --device cpu tries this without")
+        sys.exit("error: PyTorch sees no GPU here; --device cpu tries the script without one")
     options.folder.mkdir(parents=True, exist_ok=True)
     end, results = time.monotonic() + 60 * options.minutes - 10, {}
     if options.num_workers is None:
         options.num_workers = importlib.import_module("appo_doom").num_cores()
     about = dict(device=options.device, workers=options.num_workers, seconds=options.seconds)
-    machine = machine_and_engines() | about  # which takes half a GiB of the GPU's memory for itself
+    machine = machine_and_engines() | about  # this takes half a GiB of the GPU's memory
     two, one, float32 = dict(worker_num_splits=2), dict(worker_num_splits=1), dict(worker_num_splits=2, precision="float32")
     lab = "dmlab" if LAB else "dmlab (stand-in engine)"
     graphs = dict(graphs=True)
@@ -315,7 +321,7 @@ def main() -> int:
     print(table(results))
     failed = [name for name, result in results.items() if "failed" in result]
     if failed:
-        print(f"{len(failed)} of {len(results)} parts failed or were left out: {', '.join(failed)}; the others stand in {options.folder}/gpu.md")
+        print(f"{len(failed)} of {len(results)} parts failed or were left out: {', '.join(failed)}; the others are in {options.folder}/gpu.md")
     return 1 if failed else 0
 
 

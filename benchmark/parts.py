@@ -1,4 +1,4 @@
-"""Where the time of a file goes: each of its parts alone, on one core.
+"""Measures where the time of a file goes: each of its parts alone, on one core.
 
     python benchmark/parts.py --file doom --out benchmark/results/parts_doom.json    # or atari, dmlab
     python benchmark/parts.py --file pbt_doom --num-envs-per-worker 4 --out benchmark/results/parts_pbt_doom.json    # matches of two
@@ -7,30 +7,41 @@
     python benchmark/parts.py --file replay --out benchmark/results/replay_parts.json
     python benchmark/parts.py --file dmlab --env-id seekavoid_arena_01 --games 1 4 16 32 --out benchmark/results/games_dmlab.json
 
-In all files `act` (inference) is one batch of inference, `gather` copies a batch for the learner out of the rollouts, `learn` is the
-optimiser step with it and `vtrace` its part in that, a learning `iteration` all that the learner does with an iteration's rollouts. They
-work on random numbers, in one thread and in turn; times are medians, of a sample. gpu.py has the same under PyTorch's profiler, for a GPU.
+The parts that files have in common work on random numbers, in one thread and in turn; times are medians, per sample. gpu.py has the same
+under PyTorch's profiler, for a GPU.
 
-Doom, Atari and DeepMind Lab: `bare` is one pinned process per worker that does nothing but step its games and prepare their images:
-`make_action`, the screen and the resize for Doom, `pool.step` and the four copies for Atari. `dummy` is the loop of dummy_sampler.py in the
-same processes, over the same games: ten steps of the one, ten of the other, by the clock, so that the machine's moods meet both. `random`
-is actors, mailbox, pipes, inference thread and rollouts with random actions, in alternation with these processes. Shares are of the `bare`
-in the same round. With --games instead the dummy sampler's rate, and the memory of a worker, with each of these numbers of games.
+* `act`, or `inference`: one batch of inference
+* `gather`: a batch for the learner is copied out of the rollouts
+* `learn`: the optimiser step with that batch, of which `vtrace` is a part
+* `iteration`, or `learning`: all that the learner does with the rollouts of an iteration
 
-Of matches (pbt_doom) only `bare` and `dummy` are measured. There `bare` is a thread for each player, since engines wait for each other:
-`set_action`, `advance_action` tic by tic, the screen and the resize. It has the variant's barrier before each tic: without, the engines
-hang after a few hundred tics.
+Doom, Atari and DeepMind Lab have three rates; shares are relative to `bare` in the same round:
 
-Gymnasium and MuJoCo (microseconds): `environments` is what make_envs returns, stepped in this process, `worker` that and all else that an
-actor does, and writing the actions. `act` and `iteration` are also timed, by the clock, in runs of three windows: there the two threads
-share Python's lock.
+* `bare`: one pinned process per worker only steps its games and prepares their images: `make_action`, the screen and the resize for Doom,
+  `pool.step` and the four copies for Atari
+* `dummy`: the loop of dummy_sampler.py over the same games in the same processes, ten steps of the one after ten of the other, timed by the
+  clock, so that changes in the machine's speed affect both
+* `random`: actors, mailbox, pipes, inference thread and rollouts with random actions, in alternation with these processes
 
-Replay (milliseconds): `act` without replay, with the logits stored (uniform), and with the features, too (elite); `gather` and `learn`
-without what is replayed and with it. `choose` is all of `Learner.choose_replayed` at the beginning of a run, with six candidates for each
-one that is replayed; `distances 96` is what these cost, whose every fourth state the network sees again.
+With --games, only the dummy sampler's rate and the memory of a worker are measured, with each of these numbers of games.
 
-Takes a minute with Gymnasium, MuJoCo and replay, on 2 cores some 6 with the others and their default windows. Nothing else may run beside
-it.
+Matches (pbt_doom) have only `bare` and `dummy`. There `bare` has a thread for each player, since engines wait for each other: `set_action`,
+`advance_action` tic by tic, the screen and the resize. It has the variant's barrier before each tic, without which the engines hang after a
+few hundred tics.
+
+Gymnasium and MuJoCo (microseconds): `environments` steps the environments of make_envs in this process; `worker` also does everything else
+that an actor does, and writes the actions. `act` and `iteration` are also timed, by the clock, in runs of three windows, in which the two
+threads share the GIL.
+
+Replay (milliseconds):
+
+* `act`: without replay, with the logits stored (uniform), and with logits and features stored (elite)
+* `gather` and `learn`: without and with replayed rollouts
+* `choose`: all of `Learner.choose_replayed` at the beginning of a run, with six candidates for each replayed rollout
+* `distances 96`: the distances of these candidates alone, for which the network sees every fourth state again
+
+It takes a minute for Gymnasium, MuJoCo and replay, and some 6 on 2 cores for the others with their default windows. Nothing else may run
+beside it.
 """
 
 import ctypes
@@ -70,7 +81,7 @@ class Options:
     out: Path
     """JSON file for the result"""
     file: Literal["doom", "atari", "dmlab", "pbt_doom", "gym", "mujoco", "replay"] = "doom"
-    """which one: appo_doom.py, appo_atari_replay.py for replay, ..."""
+    """the file to measure: appo_FILE.py, for replay appo_atari_replay.py"""
     env_id: tuple[str, ...] = ()
     """environment; several for gym and mujoco. Default: benchmark for doom, duel for pbt_doom, else the file's own"""
     num_workers: int = 2
@@ -78,37 +89,37 @@ class Options:
     num_envs_per_worker: int | None = None
     """games per process. Default: the file's own"""
     games: tuple[int, ...] = ()
-    """instead: frames/s of the dummy sampler and memory of a worker, with each of these numbers of games per process"""
+    """measure only frames/s of the dummy sampler and memory of a worker, with each of these numbers of games per process"""
     seconds: float = 4.0
-    """length of a window with games"""
+    """length in seconds of a window with games"""
     repeats: int = 10
-    """windows of each kind, in alternation"""
+    """number of windows of each kind, in alternation"""
     rounds: int = 60
     """how often each part is timed, in alternation"""
     device: str = "cpu"
-    """of the network"""
+    """device of the network"""
 
 
 # ---- the parts of every file
 
 
 def build(appo, env_id: str, device: str, **flags):
-    """A learner with its inference, whose rollouts and mailbox are full of random numbers."""
+    """Returns a learner with its inference, whose rollouts and mailbox are filled with random numbers."""
     args = appo.Args(env_id=env_id, device=device, **flags)
     torch.manual_seed(0)
     spaces, device = appo.spaces_of(args), torch.device(args.device)
     agent = appo.Agent(spaces, args).to(device)
     inference = appo.Inference(args, spaces, agent, device)
-    # With version 0 the first iteration only begins the inputs' statistics
+    # At version 0 the first iteration would only begin the inputs' statistics, so the version becomes 1
     learner = appo.Learner(args, *([] if inference.agent is agent else [agent]), inference)
-    mailbox, inference.version, args.max_policy_lag = inference.shared_mailbox, 1, np.inf  # these rollouts never get younger
+    mailbox, inference.version, args.max_policy_lag = inference.shared_mailbox, 1, np.inf  # no limit: these rollouts only get older
     r = inference.rollouts
     for field in (*mailbox.obs.values(), *r.obs.values()):
         if field.dtype == torch.uint8:
             field.random_(0, 255)
         elif field.is_floating_point():
             field.normal_()
-    for name in ("actions", "gaussians", "logits"):  # of which some files do not have all
+    for name in ("actions", "gaussians", "logits"):  # not every file has all of these
         if (field := getattr(r, name, None)) is not None and field.is_floating_point():
             field.normal_()
     r.logprobs.fill_(-1.4)
@@ -123,7 +134,7 @@ def rows_of_group(inference) -> int:
 
 
 def acting(inference, groups: list[int] | None = None):
-    """One batch of inference with the rows of these groups, or with all rows."""
+    """Returns a function that runs one batch of inference, with the rows of these groups or with all rows."""
     groups, n = groups or list(range(len(inference.t))), rows_of_group(inference)
 
     @torch.inference_mode()
@@ -137,7 +148,7 @@ def acting(inference, groups: list[int] | None = None):
 
 
 def learning(appo, learner, samples: int) -> dict:
-    """Name -> (samples, function)."""
+    """Returns {name: (samples, function)} for `gather`, `learn` and `vtrace`."""
     slots = np.arange(samples // learner.args.rollout)
     batch = learner.gather(slots)
     ones = torch.ones_like(batch.rewards)
@@ -150,20 +161,21 @@ def learning(appo, learner, samples: int) -> dict:
 
 
 def iteration(appo, learner) -> tuple:
-    """All that the learner does with the rollouts of an iteration: (samples, function)."""
+    """Returns (samples, function). The function does all that the learner does with the rollouts of an iteration."""
     args, inference = learner.args, learner.inference
     blocks = [appo.slice_of(args, i) for i in range(appo.num_blocks(args))]
     count = appo.blocks_per_iteration(args) if hasattr(appo, "blocks_per_iteration") else len(inference.pipes)
 
     def iterate() -> None:
         learner.iterate(random.sample(blocks, count))
-        inference.returned.recv()  # which nobody else does: the pipe would be full
+        inference.returned.recv()  # nobody else does, and the pipe would fill up
 
     return count * rows_of_group(inference) * args.rollout, iterate
 
 
 def timed(parts: dict, options: Options, unit: float = 1e6) -> dict[str, float]:
-    """Medians of rounds in which each part is done once, for a sample. parts: name -> (samples, function)"""
+    """Returns {name: median time per sample} over rounds that do each part once. parts: {name: (samples, function)}; unit: 1e6 for
+    microseconds, 1000 for milliseconds."""
     times = {name: [] for name in parts}
     for _ in range(options.rounds):
         for name, (samples, function) in parts.items():
@@ -179,9 +191,9 @@ def timed(parts: dict, options: Options, unit: float = 1e6) -> dict[str, float]:
 
 
 def doom_steps(envs, actions):
-    """Only game, screen and image. Generator: yields how many games were really stepped. Which games have ended is kept where
-    SyncVectorEnv keeps it, for whoever steps the games next: `valid_steps` begins with its own idea of it, which miscounts one step
-    in 10,000, up as often as down."""
+    """Steps the games forever, with nothing but game, screen and image. Yields, for each step, the number of games that did not just reset.
+    Which games have ended is stored where SyncVectorEnv stores it, for the loop that steps them next. But `valid_steps` keeps its own
+    record, and so miscounts one step in 10,000, up as often as down."""
     buttons = np.eye(envs.envs[0].game.get_available_buttons_size() + 1)[:, 1:].tolist()
     while True:
         for action in actions:
@@ -202,6 +214,7 @@ def doom_steps(envs, actions):
 
 
 def atari_steps(envs, actions):
+    """Steps the games of EnvPool as `doom_steps` does those of Doom."""
     ended, image = np.zeros(envs.num_envs, bool), np.zeros((envs.num_envs, 84, 84, 4), np.uint8)
     while True:
         for action in actions:
@@ -214,7 +227,7 @@ def atari_steps(envs, actions):
 
 
 def lab_steps(envs, actions):
-    """As `doom_steps`."""
+    """Steps the games of DeepMind Lab as `doom_steps` does those of Doom."""
     while True:
         for action in actions:
             ended = envs._autoreset_envs
@@ -232,7 +245,7 @@ def lab_steps(envs, actions):
 
 
 def match_steps(envs, actions):
-    """As `doom_steps`. Which games are over is kept where `WorkerEnvs` finds it."""
+    """Steps matches as `doom_steps` does games. Which of them are over is stored where `WorkerEnvs` finds it."""
 
     def play(player, action) -> bool:
         buttons = np.concatenate([press[a] for press, a in zip(player.presses, action)])
@@ -258,7 +271,8 @@ def match_steps(envs, actions):
 
 
 def bare_worker(file: str, args, core: int, counters, barrier) -> None:
-    """Body of a process. counters: shared, float64 [2, 2], (valid steps, seconds) of the bare loop and of the dummy sampler's."""
+    """Steps games forever, in the bare loop and the dummy sampler's in turn: the body of a process. counters: shared, float64 [2, 2],
+    (valid steps, seconds) of the two loops."""
     appo = importlib.import_module(f"appo_{file}")
     dummy_sampler.set_up_process(core)
     envs, counters = dummy_sampler.envs_of(appo, args, args.num_envs_per_worker), counters.numpy()
@@ -277,7 +291,7 @@ def bare_worker(file: str, args, core: int, counters, barrier) -> None:
 
 
 def bare(options: Options, args) -> list[float]:
-    """Frames/s of the bare loops and of the dummy sampler's."""
+    """Returns the frames/s of the bare loops and of the dummy sampler's."""
     context, cores = mp.get_context("forkserver"), sorted(os.sched_getaffinity(0))
     counters = torch.zeros(args.num_workers, 2, 2, dtype=torch.float64).share_memory_()
     barrier = context.Barrier(args.num_workers + 1)
@@ -286,7 +300,7 @@ def bare(options: Options, args) -> list[float]:
         for counter, core in zip(counters, cores * args.num_workers):
             workers.append(context.Process(target=bare_worker, args=(options.file, args, core, counter, barrier), daemon=True))
             workers[-1].start()
-        barrier.wait(timeout=120)  # raises when a worker has died
+        barrier.wait(timeout=120)  # raises if a worker has died
         time.sleep(min(2, options.seconds))
         before = counters.clone()
         time.sleep(2 * options.seconds)
@@ -297,7 +311,7 @@ def bare(options: Options, args) -> list[float]:
 
 
 def with_games(options: Options, appo, args, sampling) -> dict:
-    """Games in processes of their own, and the network."""
+    """Measures games in processes of their own and, except for matches, the parts of inference and learner."""
     if options.file != "pbt_doom" and len(appo.spaces_of(args).heads) > 1:
         sys.exit(f"error: {args.env_id} has several heads of actions; the bare loop presses one button at a time")
     rates, matches = dict(bare=[], dummy=[], random=[]), options.file == "pbt_doom"
@@ -314,7 +328,7 @@ def with_games(options: Options, appo, args, sampling) -> dict:
     for n in (8, 16, 32, 64):
         one = build(appo, args.env_id, options.device, num_workers=1, num_envs_per_worker=n, batch_size=1024)
         parts[f"inference, batch {n}"] = n, acting(one.inference)
-        if n == 16:  # its iterations are one batch
+        if n == 16:  # with 16 games an iteration is one batch
             learner = one
     for name, part in learning(appo, learner, 1024).items():
         parts[name.replace(" ", ", batch ")] = part
@@ -327,7 +341,7 @@ def with_games(options: Options, appo, args, sampling) -> dict:
 
 
 def numbers_of_games(options: Options, appo, args, sampling) -> list[dict]:
-    """The dummy sampler with several numbers of games, and the resident memory of its largest worker."""
+    """Runs the dummy sampler with each number of games. Returns its results, with the resident memory of its largest worker."""
     results = []
     for games in options.games:
         most, over = [0], threading.Event()
@@ -354,7 +368,7 @@ def numbers_of_games(options: Options, appo, args, sampling) -> list[dict]:
 
 
 def small_environments(options: Options, appo, env_id: str) -> dict[str, float]:
-    """Microseconds a sample of each part."""
+    """Returns the microseconds per sample of each part."""
     n = options.num_envs_per_worker
     learner = build(appo, env_id, options.device, num_workers=2, **of_each_worker(appo, n))
     inference = learner.inference
@@ -380,14 +394,14 @@ def small_environments(options: Options, appo, env_id: str) -> dict[str, float]:
 
 
 def of_each_worker(appo, games: int) -> dict:
-    """The flag for so many games in each of two workers."""
+    """Returns the flag that gives each of two workers this number of games."""
     return dict(num_envs=2 * games) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=games)
 
 
 def in_a_run(options: Options, appo, env_id: str, sync: bool) -> dict[str, float]:
-    """Microseconds a sample, by the clock, of inference and of the learner's iterations in a run of three windows."""
+    """Trains for three windows. Returns the microseconds per sample, by the clock, of inference and of the learner's iterations."""
     seconds, samples, starts = Counter(), Counter(), []
-    by_itself = hasattr(appo.Args, "train_for_seconds")  # it ends after so many
+    by_itself = hasattr(appo.Args, "train_for_seconds")  # it ends the run after so many seconds
     flags = of_each_worker(appo, options.num_envs_per_worker)
     if by_itself:
         flags |= dict(train_for_seconds=3 * options.seconds)
@@ -424,7 +438,7 @@ def in_a_run(options: Options, appo, env_id: str, sync: bool) -> dict[str, float
 
 
 def replay_parts(options: Options, appo) -> dict:
-    """Milliseconds. Both threads have the defaults of a run on two cores: 32 games, and iterations of 16 fresh and 16 replayed rollouts."""
+    """Returns milliseconds, with the defaults of a run on two cores: 32 games, and iterations of 16 fresh and 16 replayed rollouts."""
     learners = {}
     for name, flags in dict(none=dict(replay_share=0.0), uniform={}, elite=dict(replay="elite")).items():
         learners[name] = build(appo, "Breakout-v5", options.device, num_workers=2, replay_rollouts=200, **flags)
@@ -434,7 +448,7 @@ def replay_parts(options: Options, appo) -> dict:
     slots = np.r_[*(appo.slice_of(args, i) for i in range(appo.blocks_per_iteration(args)))]
     both = np.concatenate([slots, elite.choose_replayed(slots[-1])[0]])
     candidates = np.random.permutation(np.r_[*elite.kept])[: round(replayed * args.replay_candidates)]
-    in_batches = np.array_split(candidates, len(candidates) * args.rollout // args.batch_size)  # as large as a batch
+    in_batches = np.array_split(candidates, len(candidates) * args.rollout // args.batch_size)  # each as large as a batch
     batches = none.gather(slots), elite.gather(both)
     parts = {
         "act": acting(none.inference),
@@ -459,7 +473,7 @@ def main() -> None:
     options.num_envs_per_worker = options.num_envs_per_worker or own
     for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):  # glibc keeps freed memory, as in `train`
         ctypes.CDLL(None).mallopt(option, value)
-    torch.set_num_threads(1)  # as each thread has by default on two cores
+    torch.set_num_threads(1)  # the default of each thread on two cores
     result = dict(machine=machine_and_engines(), command=dummy_sampler.command())
     if options.file in ENVIRONMENTS:
         env_ids = options.env_id or ENVIRONMENTS[options.file]

@@ -1,4 +1,4 @@
-"""Trains every combination of some flags with several seeds, and compares what they reach over steps.
+"""Trains every combination of some flags with several seeds, and compares their returns over steps.
 
     python benchmark/seeds.py --seeds 1 2 3 --grid "env-id=basic,defend_the_center" "rnn-type=gru,lstm" --parallel 2 \
         -- python appo_doom.py --total-timesteps 300000
@@ -6,29 +6,37 @@
         -- python appo_doom.py --env-id battle --total-timesteps 700000
     python benchmark/seeds.py --seeds 1 2 3 --parallel 9 --slurm partition=gpu gpus-per-node=1 cpus-per-task=20 \
         -- python appo_doom.py --env-id battle
-    python benchmark/plot.py runs/seeds    # the curves, mean and spread over seeds
+    python benchmark/plot.py runs/seeds    # plots the curves: mean and spread over seeds
 
-A setting is a string of flags without their dashes, "" is the command as it stands; "NAME: FLAGS" gives it another name. An axis of the
-grid is a flag and its values, or flags to choose one from ("sync,no-sync"). Every setting is combined with every value of each axis; the
-first seed is trained with all combinations, then with each of --peers, then the next seed. A peer is "NAME: COMMAND", any program whose
-runs collect.py can read; {seed} and {folder} in it are filled in. (Not a population: it has several curves.) At most --parallel runs go at once, each on its own share of the cores
-(and with its own GPU, by CUDA_VISIBLE_DEVICES; where there are fewer GPUs than runs they share them).
+* A setting is a string of flags without their dashes; "" is the command as it stands, and "NAME: FLAGS" gives the setting another name.
+* An axis of --grid is a flag and its values, or flags to choose one from ("sync,no-sync"). Every setting is combined with every value of
+  each axis.
+* A peer is "NAME: COMMAND": any program whose runs collect.py can read (not a population, which has several curves). {seed} and {folder} in
+  the command are filled in.
 
-The same line again goes on: finished runs, whose curves are in OUT, are not made again, and one that was cut off resumes; another command
-wants another --folder. A run that fails is reported with its last lines, and the others go on. Ctrl-C stops all, with checkpoints. With
---report the table is printed and nothing is trained. With --slurm (pip install submitit) each run is a job of its own on Slurm, with these
-parameters of `submitit.AutoExecutor`, in a folder that all machines see; keep this script running, it collects the curves. Before a job's
-time is up its run is saved; the same line again resumes it. Where there is no Slurm, submitit runs them here.
+The first seed is trained with all combinations, then with all peers; then the next seed follows. At most --parallel runs go at once, each
+on its own share of the cores and with its own GPU (by CUDA_VISIBLE_DEVICES); if there are fewer GPUs than runs, the runs share them. A run
+does not know of those beside it: if a container's CPU quota is less than its cores, set --num-workers in the command.
 
-A run does not know of those beside it: where a container's CPU quota is less than its cores, say their --num-workers.
+To continue, type the same line again: finished runs, whose curves are in OUT, are skipped, and interrupted runs resume. Another command
+needs another --folder. If a run fails, the end of its output is printed and the others go on. Ctrl-C stops all runs, which then save
+checkpoints. With --report nothing is trained and the table is printed.
 
-Steps are compared, not minutes. Still, nothing else should run beside it: other work changes the policy lag, and with it what is learned
-from a step. OUT has the mean lag of each run.
+With --slurm (pip install submitit) each run is a Slurm job with these parameters of `submitit.AutoExecutor`, in a folder that all machines
+see. Keep this script running, since it collects the curves. A run is saved before its job's time is up; the same line resumes it. Without
+Slurm, submitit runs the jobs on this machine.
 
-The table has, for each setting, the median of the steps to each goal (a mean raw return of the last 100 episodes) and how many of the runs
-reached it, the mean return over all steps (the area under the curve) and over the last tenth of them, which are each run's own: where runs
-end by the clock, settings that are faster are averaged over more steps. Ranges are 95 % bootstrap intervals
-of the mean over seeds; of two or three seeds they are too narrow.
+Runs are compared over steps, not over time. Still, nothing else should run beside them: other work changes the policy lag, and with it what
+is learned from a step. OUT has the mean lag of each run.
+
+For each setting, the table has
+
+* the median number of steps to each goal (a mean raw return of the last 100 episodes), and how many of the runs reached it;
+* the mean return over all steps (the area under the curve);
+* the mean return over the last tenth of the steps.
+
+The steps are each run's own: if runs end by the clock, faster settings are averaged over more steps. Ranges are 95 % bootstrap intervals of
+the mean over seeds; with two or three seeds they are too narrow.
 """
 
 import csv
@@ -59,20 +67,20 @@ COLUMNS = ["setting", "seed", "seconds", "step", "return"]
 
 @dataclass
 class Options:
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
-    settings: list[str] = field(default_factory=lambda: [""])  # flags of each setting, without dashes
-    grid: list[str] = field(default_factory=list)  # "flag=value,value", combined with each other and with the settings
-    peers: list[str] = field(default_factory=list)  # "name: command" of other programs, run beside
-    parallel: int = 1  # how many runs go at once
-    slurm: list[str] | None = None  # hand the runs to Slurm, with these parameters, each as name=value
-    goals: list[float] = field(default_factory=list)  # returns of which the table says when they were reached
-    folder: Path = Path("runs/seeds")  # the runs' train dir
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])  # every setting is trained with each of them
+    settings: list[str] = field(default_factory=lambda: [""])  # flags of each setting, without dashes; "NAME: FLAGS" names it
+    grid: list[str] = field(default_factory=list)  # axes, "flag=value,value" or "flag,flag": combined with each other and the settings
+    peers: list[str] = field(default_factory=list)  # "NAME: COMMAND" of other programs to compare with
+    parallel: int = 1  # the number of runs at a time
+    slurm: list[str] | None = None  # run Slurm jobs with these parameters, each NAME=VALUE
+    goals: list[float] = field(default_factory=list)  # mean returns; the table has the steps until each is reached
+    folder: Path = Path("runs/seeds")  # the runs' --train-dir
     out: Path | None = None  # CSV file for the curves. Default: FOLDER/curves.csv
-    report: bool = False  # print the table of what OUT holds, and train nothing
+    report: bool = False  # train nothing, only print the table of the runs in OUT
 
 
 def combinations(settings: list[str], grid: list[str]) -> dict[str, str]:
-    """Every setting with every value of each axis: its name -> its flags."""
+    """Returns {name: flags} for every combination of a setting and a value of each axis."""
     axes = [settings]
     for axis in grid:
         flag, _, values = axis.partition("=")
@@ -85,7 +93,7 @@ def combinations(settings: list[str], grid: list[str]) -> dict[str, str]:
 
 
 def read_curves(out: Path) -> dict[str, dict[int, np.ndarray]]:
-    """Setting -> seed -> [points, 3]: seconds, step, mean return of the last 100 episodes."""
+    """Returns {setting: {seed: [points, 3]}}; a point is seconds, step, mean return of the last 100 episodes."""
     curves = defaultdict(lambda: defaultdict(list))
     if out.exists():
         for row in csv.DictReader(line for line in open(out) if not line.startswith("#")):
@@ -94,7 +102,7 @@ def read_curves(out: Path) -> dict[str, dict[int, np.ndarray]]:
 
 
 def commands_of(out: Path) -> dict[str, str]:
-    """Run -> the command that has made it, without seed and folder."""
+    """Returns {run: command} of the finished runs; the commands are without seed and folder."""
     found = [json.loads(line[2:]) for line in open(out) if line.startswith("# ")] if out.exists() else []
     return {about["run"]: about["command"] for about in found}
 
@@ -117,7 +125,7 @@ class Run:
             self.typed = [*command, "--seed", str(seed), "--train-dir", str(folder), "--experiment", self.name]
 
     def check(self, finished: dict[str, str]) -> None:
-        """Exits when another command has made or begun the run. finished: run -> command"""
+        """Exits with a message if another command has made or begun the run. finished: {run: command}."""
         before = finished.get(self.name)
         if self.folder.exists() and self.output.exists():
             begun = [line[2:] for line in self.output.read_text().splitlines() if line.startswith("$ ")]
@@ -126,7 +134,7 @@ class Run:
             refuse(f"{self.name} is there, made by another command ({before}): choose another --folder")
 
     def start(self, options: Options, share: int, executor) -> None:
-        """Resumed if it was cut off; on share number `share` of this machine or, with an executor, on Slurm."""
+        """Starts the run, or resumes it if it was interrupted: on share number `share` of this machine or, with an executor, on Slurm."""
         with open(self.output, "a") as output:
             print("$", *self.command, file=output)
         if executor:
@@ -135,7 +143,7 @@ class Run:
         cores = sorted(os.sched_getaffinity(0))
         environment = os.environ | gpus(share, options.parallel)
         try:
-            os.sched_setaffinity(0, part(cores, share, options.parallel))  # which the run inherits
+            os.sched_setaffinity(0, part(cores, share, options.parallel))  # the run inherits this
             with open(self.output, "a") as output:
                 self.process = subprocess.Popen(
                     self.typed, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
@@ -144,15 +152,15 @@ class Run:
             os.sched_setaffinity(0, cores)
 
     def report(self, error: Exception) -> None:
-        """That the run has failed."""
+        """Prints that the run has failed, and the end of its output."""
         last = self.output.read_text().splitlines()[-8:] if self.output.exists() else []
         print(f"failed: {self.name} ({error}); the end of {self.output}:", *last, sep="\n    ", file=sys.stderr, flush=True)
 
     def add_curve(self, out: Path, machine: dict) -> None:
-        """Raises ValueError when the run has reported nothing."""
+        """Appends the run's curve to OUT. Raises ValueError if no episode has ended."""
         points = [(round(seconds, 1), step, round(value, 3)) for seconds, step, value in curve_of(self.folder, "curves") if value is not None]
         if not points:
-            raise ValueError("no episode was over")
+            raise ValueError("no episode has ended")
         about = dict(run=self.name, command=" ".join(self.command))
         if (self.folder / "cfg.json").exists():  # one of ours
             lag = statistics.mean(lag for _, _, lag in read_events(self.folder, "charts/SPS", "lag/mean"))
@@ -168,26 +176,27 @@ class Run:
 
 
 def part(things: list, share: int, shares: int) -> list:
-    """Share number `share` of them; a single one, which others have too, where there are fewer than shares."""
+    """Returns share number `share` of the things: if there are fewer things than shares, one thing that several shares have."""
     return things[share * len(things) // shares : (share + 1) * len(things) // shares] or [things[share * len(things) // shares]]
 
 
 def gpus(share: int, shares: int) -> dict[str, str]:
+    """Returns the environment variable that gives a run its share of the visible GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     return dict(CUDA_VISIBLE_DEVICES=",".join(part(visible.split(","), share, shares)))
 
 
 def execute(command: list[str], output: str) -> int:
-    """What a job does. A signal that ends it is passed on to the run: some Slurms send it to all processes of a job, most
-    to this one alone. SIGUSR2, which submitit has Slurm send a while before the job's time is up, would kill the run: it
-    is told to end instead."""
+    """Runs a command and returns its exit code: the body of a job. A signal that ends the job is passed on to the run, because most Slurm
+    installations send it to this process alone; some send it to all processes of the job. SIGUSR2, which submitit has Slurm send a while
+    before the job's time is up, would kill the run: the run gets SIGTERM instead."""
 
     def end(*_):
-        if "SLURM_JOB_ID" in os.environ:  # a second signal would kill a run that saves itself after the first
+        if "SLURM_JOB_ID" in os.environ:  # the run may have got the signal: a second one now would kill it while it saves
             time.sleep(5)
         process.terminate()
 
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the run inherits that
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the run inherits this
     with open(output, "a") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -197,7 +206,7 @@ def execute(command: list[str], output: str) -> int:
 
 
 class Job:
-    """A job of submitit, used like a Popen."""
+    """A submitit job with the interface of a Popen."""
 
     def __init__(self, job):
         self.job, self.terminate, self.wait = job, job.cancel, job.wait
@@ -211,6 +220,7 @@ class Job:
 
 
 def executor_for(parameters: list[str], folder: Path):
+    """Returns submitit's executor with the parameters of --slurm. Exits with a message if one is wrong."""
     try:
         import submitit
     except ImportError:
@@ -230,21 +240,21 @@ def executor_for(parameters: list[str], folder: Path):
 
 
 def train(command: list[str], options: Options, out: Path) -> int:
-    """Makes the runs that OUT does not have. Returns the number of those that failed."""
+    """Trains the runs that are not in OUT. Returns the number of those that failed."""
     peers, runs = dict(peer.split(": ", 1) for peer in options.peers), []
     for seed in options.seeds:
         for setting, flags in combinations(options.settings, options.grid).items():
             runs.append(Run(setting, seed, options.folder, [*command, *(f"--{flag}" for flag in flags.split())]))
         runs += [Run(name, seed, options.folder, shlex.split(peer), peer=True) for name, peer in peers.items()]
     finished, failed = commands_of(out), 0
-    machine = machine_and_engines()  # now: files may be edited, or another commit checked out, while it runs
+    machine = machine_and_engines()  # now, since files may be edited, or another commit checked out, during the runs
     for run in runs:
         run.check(finished)
     options.folder.mkdir(parents=True, exist_ok=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     executor = executor_for(options.slurm, options.folder) if options.slurm is not None else None
     waiting = [run for run in runs if run.name not in finished]
-    running: dict[int, Run] = {}  # by the share of the machine
+    running: dict[int, Run] = {}  # keys: shares of the machine
     try:
         while waiting or running:
             for share in range(options.parallel):
@@ -280,6 +290,7 @@ def train(command: list[str], options: Options, out: Path) -> int:
 
 
 def interval(values: list[float]) -> str:
+    """Returns the mean and its 95 % bootstrap interval, as text."""
     if len(values) == 1:
         return f"{values[0]:.2f}"
     means = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
@@ -288,7 +299,7 @@ def interval(values: list[float]) -> str:
 
 
 def table(curves: dict[str, dict[int, np.ndarray]], goals: list[float]) -> str:
-    """Markdown, a row for each setting."""
+    """Returns a Markdown table with a row for each setting."""
     lines = [["setting", "seeds", *(f"steps to {goal:g}" for goal in goals), "mean return over all steps", "over the last tenth"]]
     lines.append(["---"] * len(lines[0]))
     for setting, seeds in curves.items():
@@ -307,17 +318,17 @@ def table(curves: dict[str, dict[int, np.ndarray]], goals: list[float]) -> str:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal was closed, and there was no nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # without nohup, a closed terminal ends the runs
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is off in a script's background jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is off in a script's background jobs
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, command = tyro.cli(Options, args=sys.argv[1:split]), sys.argv[split + 1 :]
     out, failed = options.out or options.folder / "curves.csv", 0
     if not options.report:
         if not command:
-            refuse("the command to run comes after --")
+            refuse("no command to run: put it after --")
         if options.parallel < 1:
-            refuse(f"--parallel {options.parallel}: at least one")
+            refuse(f"--parallel {options.parallel}: there must be at least one")
         failed = train(command, options, out)
     print(table(read_curves(out), options.goals))
     return 1 if failed else 0

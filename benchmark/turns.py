@@ -1,11 +1,11 @@
-"""Which of two training commands is faster, to one or two percent on a noisy machine: both run, and one is stopped while the other goes.
+"""Finds which of two training commands is faster, to one or two percent on a noisy machine: each is suspended while the other runs.
 
     python benchmark/turns.py --out FILE.json "old: python ../old/appo_gym.py --learning-rate 0" "new: python appo_gym.py --learning-rate 0"
 
-They take turns of a few seconds, so that the machine's moods, which last minutes, meet both. Counted are the requests of actors, by their
-calls of write: so a worker must have as many environments, in as many splits, with one pipe, in both. With a learning rate of 0 both play
-alike; where games cost more when they are played well, learning would be compared, too. Doom needs --actor-timeout 0. Nothing else may run
-on the machine.
+They take turns of a few seconds, so that changes in the machine's speed, which last minutes, affect both. The rate is that of the actors'
+requests, counted by their calls of write: so both commands must have one pipe per worker, with the same numbers of environments and splits.
+With a learning rate of 0 both play alike; otherwise, if games cost more when they are played well, the comparison would include how well
+each has learned. Doom needs --actor-timeout 0. Nothing else may run on the machine.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from compare import by_name  # noqa: E402
 from dummy_sampler import machine  # noqa: E402
 
-SETTLE = 0.4  # seconds after a run goes on, before its requests are counted
+SETTLE = 0.4  # seconds from when a run is resumed until its requests are counted
 
 
 @dataclass
 class Options:
-    commands: tyro.conf.Positional[tuple[str, str]]  # "name: command", without --train-dir and the like
+    commands: tyro.conf.Positional[tuple[str, str]]  # "NAME: COMMAND" each; --train-dir, --experiment and --total-timesteps are added
     out: Path  # JSON file for the result
-    turns: int = 40  # of each command
-    seconds: float = 3.0  # of a turn
-    warm_up: float = 20.0  # seconds that each runs first
+    turns: int = 40  # the number of turns of each command
+    seconds: float = 3.0  # length of a turn in seconds
+    warm_up: float = 20.0  # seconds that each command runs before the first turn
 
 
 class Run:
-    """A training run that stands still, but for its warm-up and its turns."""
+    """A training run that is suspended except in its warm-up and its turns."""
 
     def __init__(self, command: str, folder: str):
         words = [*shlex.split(command), "--total-timesteps", "1000000000", "--train-dir", folder, "--experiment", "run"]
@@ -49,7 +49,7 @@ class Run:
 
     def warm_up(self, seconds: float) -> None:
         time.sleep(seconds)
-        self.others = self.main.children(recursive=True)  # it has to have started all by now
+        self.others = self.main.children(recursive=True)  # all of them must have started by now
         self.stop()
 
     def stop(self) -> None:
@@ -63,7 +63,7 @@ class Run:
                 process.resume()
 
     def turn(self, seconds: float) -> float:
-        """Requests per second. Raises subprocess.CalledProcessError where the run has ended."""
+        """Resumes the run for one turn. Returns requests per second. Raises subprocess.CalledProcessError if the run has ended."""
         self.go_on()
         time.sleep(SETTLE)
         start, before = time.perf_counter(), self.writes()
@@ -75,6 +75,7 @@ class Run:
         return rate
 
     def writes(self) -> int:
+        """Returns the number of write calls of all actors so far."""
         return sum(process.io_counters().write_count for process in self.others if process.is_running())
 
     def end(self) -> None:
@@ -87,7 +88,7 @@ class Run:
 def main() -> None:
     options = tyro.cli(Options)
     commands = by_name(options.commands)
-    about = machine()  # now: files may be edited meanwhile
+    about = machine()  # now, since files may be edited during the runs
     rates = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs = {}
@@ -103,7 +104,7 @@ def main() -> None:
     result = dict(machine=about, commands=commands, seconds=options.seconds, requests_per_second=rates, ratios=ratios, quartiles=quartiles)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print("second to first: quartiles and median of the ratios", *quartiles)
+    print("ratios of the second to the first; lower quartile, median, upper quartile:", *quartiles)
 
 
 if __name__ == "__main__":

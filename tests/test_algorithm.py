@@ -206,7 +206,7 @@ def learner_of(appo, args, agent, slots=12, T=6):
     args.rollout = T
     inference = acting_with(appo, args, agent)
     inference.rollouts = appo.Rollouts(agent.spaces, T, slots, agent.state_size, torch.device("cpu"))
-    inference.learner_end = Pipe()
+    inference.learner_pipe = Pipe()
     batch = make_batch(appo, agent, T, slots)
     for name, field in vars(inference.rollouts).items():
         for key, part in field.items() if name == "obs" else [(None, field)]:
@@ -360,7 +360,7 @@ def test_an_epoch_deals_out_every_rollout_once(appo):
     learner, batches, gather = learner_of(appo, args, agent), [], appo.Learner.gather
     args.batch_size = 4 * 6
     learner.gather = lambda slots: batches.append((slots, gather(learner, slots))) or batches[-1][1]
-    learner.update = lambda batch, last_epoch: given.append((last_epoch, len(learner.inference.learner_end.sent))) or {"x": torch.tensor(1.0)}
+    learner.update = lambda batch, last_epoch: given.append((last_epoch, len(learner.inference.learner_pipe.sent))) or {"x": torch.tensor(1.0)}
     given, blocks = [], blocks_of(12)[::-1]
     metrics = learner.iterate(blocks)
     orders = [np.concatenate([slots for slots, _ in batches[i : i + 3]]).tolist() for i in range(0, 12, 3)]
@@ -370,7 +370,7 @@ def test_an_epoch_deals_out_every_rollout_once(appo):
     rollouts = learner.inference.rollouts
     active = ~rollouts.inactive[:-1] if hasattr(appo, "Policy") else True
     if not hasattr(appo, "Policy"):  # where several share the blocks, it is not the learner that gives them back
-        assert learner.inference.learner_end.sent == [blocks]
+        assert learner.inference.learner_pipe.sent == [blocks]
     assert metrics["x"] == 1 and learner.global_step == (~rollouts.first[1:] & active).sum()
     for slots, batch in batches:
         for name, field in vars(learner.inference.rollouts).items():
@@ -486,7 +486,7 @@ def test_statistics_are_of_valid_samples(appo, phase, monkeypatch):
 def test_drawing_follows_the_policy(appo):
     torch.manual_seed(0)
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.0]]).repeat(40_000, 1)
-    choices = appo.distributions(logits, (3, 2))
+    choices = appo.log_distributions(logits, (3, 2))
     for choice, actions in zip(choices, appo.draw(choices).unbind(-1)):
         torch.testing.assert_close(torch.bincount(actions) / len(logits), choice[0].exp(), atol=0.01, rtol=0)
 
@@ -497,7 +497,7 @@ def test_actions_that_are_masked_out(appo):
     full, heads = torch.randn(50, 7, requires_grad=True), (4, 3)
     masked = torch.where(torch.tensor([True, False, True, True, False, True, True]), full, -torch.inf)
     kept = full.detach()[:, [0, 2, 3, 5, 6]].requires_grad_()
-    choices, others = appo.distributions(masked, heads), appo.distributions(kept, (3, 2))
+    choices, others = appo.log_distributions(masked, heads), appo.log_distributions(kept, (3, 2))
     actions = appo.draw(choices)
     assert not any((appo.draw(choices) == torch.tensor([1, 0])).any() for _ in range(100))
     renamed = torch.stack([actions[:, 0].clamp(min=1) - 1, actions[:, 1] - 1], -1)
@@ -551,8 +551,8 @@ def test_log_ratio_at_lag_zero(appo):
                         new.append(after)
                     state = torch.cat(new)
                     acted.append(torch.cat(step))
-                mu = appo.distributions(torch.stack(acted), agent.heads)
-                pi = appo.distributions(agent(obs, first, torch.zeros(B, agent.state_size))[0], agent.heads)
+                mu = appo.log_distributions(torch.stack(acted), agent.heads)
+                pi = appo.log_distributions(agent(obs, first, torch.zeros(B, agent.state_size))[0], agent.heads)
             actions = appo.draw(mu)
             assert sum(map(appo.entropy_of, mu)).mean() < 0.8 * np.log([3, 3, 2, 2, 11]).sum()
             log_ratio = appo.log_prob(pi, actions) - appo.log_prob(mu, actions)

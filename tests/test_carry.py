@@ -290,7 +290,7 @@ def test_ranks_are_added_to_a_users_copy(tmp_path):
     """Of appo_doom.py, changed in a few places: without a conflict, and it is what the same changes make of appo_doom_multigpu.py."""
     changes = [("    anneal_lr: bool = False", "    my_coefficient: float = 0.1  # of my loss\n    anneal_lr: bool = True"),
                ("    loss = mean(policy_losses + ", "    loss = mean(args.my_coefficient * values + policy_losses + "),
-               ("OWN_SUMS = ()", 'OWN_SUMS = ("kills",)')]  # fmt: skip
+               ("EXTRA_METRICS = ()", 'EXTRA_METRICS = ("kills",)')]  # fmt: skip
     mine = tmp_path / "mine.py"
     mine.write_text(change((ROOT / "appo_doom.py").read_text(), *changes))
     added = add_ranks(mine, 0).read_text()

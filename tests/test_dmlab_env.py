@@ -611,7 +611,7 @@ def test_popart_gets_the_targets_of_valid_samples(tmp_path, batches, epochs):
     r.versions[:] = 200
     with torch.no_grad():
         logits, values, _ = network(r.obs, torch.from_numpy(r.first), torch.zeros(B, 0))
-        r.logprobs[:] = appo.log_prob(appo.distributions(logits[:-1], network.heads), r.actions)
+        r.logprobs[:] = appo.log_prob(appo.log_distributions(logits[:-1], network.heads), r.actions)
         r.values[:] = values[:-1]
     network.normalizers["obs"].update = lambda x, valid: None  # which would change the policy
     appo.Learner(args, network, inference).iterate([slice(0, B)])
@@ -638,7 +638,7 @@ def test_the_size_of_a_tasks_rewards_does_not_matter(tmp_path):
         network.critic.std[7] = size
         with torch.no_grad():
             logits, values, state = network(obs, first, torch.zeros(B, 0))
-            logprobs = appo.log_prob(appo.distributions(logits[:-1], network.heads), actions)
+            logprobs = appo.log_prob(appo.log_distributions(logits[:-1], network.heads), actions)
         old = values[:-1] + shift * scale[1:]
         batch = SimpleNamespace(obs=obs, first=first, rnn_state=state[None], actions=actions, logprobs=logprobs, values=old,
                                 rewards=rewards * scale[1:], terminated=torch.zeros(T, B, dtype=torch.bool),

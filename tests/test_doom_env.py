@@ -199,7 +199,7 @@ class Silent(Noise):
 def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
     """`WorkerEnvs` and the mailbox against environments stepped by hand, which are reset on the step after an episode's end. With
     a metric of one's own, which not every environment has."""
-    monkeypatch.setattr(appo_doom, "OWN_SUMS", ("kills",))
+    monkeypatch.setattr(appo_doom, "EXTRA_METRICS", ("kills",))
     monkeypatch.setattr(appo_doom, "EPISODE", (*appo_doom.EPISODE, "kills"))
     made = []
 
@@ -211,7 +211,7 @@ def test_a_worker_does_what_its_environments_do(Env, monkeypatch):
     args = Args(num_workers=2, num_envs_per_worker=6, worker_num_splits=2)
     spaces = appo_doom.spaces_of(args)
     mailbox = appo_doom.Mailbox(spaces, 12)
-    m, rng = mailbox.numpy(), np.random.default_rng(0)
+    m, rng = mailbox.share(), np.random.default_rng(0)
     splits = [appo_doom.WorkerEnvs(args, group, m, 5 + 3 * (group - 2)) for group in (2, 3)]  # of worker 1
     envs = [Env() for _ in range(6)]
     for split in splits:
@@ -276,7 +276,7 @@ def test_a_reward_that_is_not_finite_is_refused(number, monkeypatch):
     monkeypatch.setattr(appo_doom, "make_envs", make)
     args = Args(num_workers=1, num_envs_per_worker=2, worker_num_splits=1)
     mailbox = appo_doom.Mailbox(appo_doom.spaces_of(args), 2)
-    envs = appo_doom.WorkerEnvs(args, 0, mailbox.numpy(), 5)
+    envs = appo_doom.WorkerEnvs(args, 0, mailbox.share(), 5)
     envs.reset()
     with pytest.raises(ValueError, match=rf"a reward is not finite: \[ *1\. +{number}\]"):
         envs.step()

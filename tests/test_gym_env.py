@@ -263,7 +263,7 @@ def test_more_numbers_are_an_error(monkeypatch, place):
 
 def test_a_metric_of_ones_own(monkeypatch):
     """A number in info, which not every environment has: its sum over an episode."""
-    monkeypatch.setattr(appo_gym, "OWN_SUMS", ("kills",))
+    monkeypatch.setattr(appo_gym, "EXTRA_METRICS", ("kills",))
     monkeypatch.setattr(appo_gym, "EPISODE", (*appo_gym.EPISODE, "kills"))
     kills = lambda env: {"kills": np.array(env.t), "winner": None} if env.number % 2 else {}  # noqa: E731
     assert sorted(played(monkeypatch, type("Own", (Odd,), dict(say=kills)), 8)) == [[3, 3, 0]] * 2 + [[3, 3, 6]] * 2
@@ -288,7 +288,7 @@ def test_a_sum_that_is_not_finite_spoils_its_own_episode_alone(monkeypatch, name
             return dict(obs=np.zeros((2, 1), np.float32)), np.ones(2), over, np.zeros(2, bool), {"kills": kills}
 
     monkeypatch.setattr(appo, "make_envs", lambda *arguments: Envs())
-    monkeypatch.setattr(appo, "OWN_SUMS", ("kills",))
+    monkeypatch.setattr(appo, "EXTRA_METRICS", ("kills",))
     monkeypatch.setattr(appo, "EPISODE", ("episodic_return", "episodic_length", "kills"))
     args = appo.Args(num_workers=1, device="cpu", **dict(num_envs=2) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=2))
     spaces = appo.Spaces({"obs": Box(-1, 1, (1,))}, 1 if name == "appo_mujoco" else (2,))

@@ -166,14 +166,14 @@ class Pipeline:
             block = self.inference.full.get(timeout=60)
         except queue.Empty:
             raise AssertionError(f"no full block within a minute; {self.log()}") from None
-        if self.inference.end:
-            raise self.inference.end
+        if self.inference.error:
+            raise self.inference.error
         content = []
         for policy in self.policies:
             fields = {name: field for name, field in vars(policy.rollouts).items() if name not in ("obs", "rnn_state")}
             fields |= {name.removeprefix("obs/"): field for name, field in policy.rollouts.obs.items()}
             content.append([{name: np.array(np.asarray(field)[:, slot]) for name, field in fields.items()} for slot in range(block.start, block.stop)])
-        self.inference.learner_end.send([block])
+        self.inference.learner_pipe.send([block])
         return content
 
 

@@ -62,8 +62,8 @@ class Pipeline:
             block = self.full.get(timeout=60)
         except queue.Empty:
             raise AssertionError(f"no full block within a minute; {self.log()}") from None
-        if self.inference.end:
-            raise self.inference.end
+        if self.inference.error:
+            raise self.inference.error
         return block
 
     def take(self) -> list[dict]:
@@ -72,7 +72,7 @@ class Pipeline:
         for slot in range(block.start, block.stop):
             fields = {name: np.array(np.asarray(field)[:, slot]) for name, field in vars(self.rollouts).items() if name != "obs"}
             content.append(fields | {name: field[:, slot].numpy().copy() for name, field in self.rollouts.obs.items()})
-        self.inference.learner_end.send([block])
+        self.inference.learner_pipe.send([block])
         return content
 
 
@@ -138,7 +138,7 @@ def test_rollouts_are_whole_ordered_and_unmixed(appo, tmp_path):
                 obs, vector, first = (torch.from_numpy(np.array(rollout[name][t]))[None, None] for name in ("obs", "vector", "first"))
                 with torch.no_grad():
                     logits, value, state = agent(dict(obs=obs, vector=vector), first, state)
-                logprob = appo.log_prob(appo.distributions(logits[0, 0], agent.heads), torch.from_numpy(rollout["actions"][t]))
+                logprob = appo.log_prob(appo.log_distributions(logits[0, 0], agent.heads), torch.from_numpy(rollout["actions"][t]))
                 assert rollout["logprobs"][t] == pytest.approx(logprob.item(), abs=1e-4)
                 if "values" in rollout:
                     assert rollout["values"][t] == pytest.approx(value.item(), abs=1e-4)
@@ -230,7 +230,7 @@ def test_sync_is_one_rollout_of_every_row(appo, tmp_path):
             blocks = [pipeline.get() for _ in pipeline.inference.t]
             seen = [int(pipeline.rollouts.obs["vector"][0, slot, 0]) for block in blocks for slot in range(block.start, block.stop)]
             assert len(set(seen)) == pipeline.rows and pipeline.full.empty()
-            pipeline.inference.learner_end.send(blocks)
+            pipeline.inference.learner_pipe.send(blocks)
 
 
 def test_a_killed_actor_breaks_one_transition_and_no_more(tmp_path_factory, tmp_path):
@@ -269,7 +269,7 @@ def test_sync_survives_an_actor_killed_between_its_splits(tmp_path):
     with Pipeline(appo, tmp_path, sync=True) as pipeline:
 
         def iteration():
-            pipeline.inference.learner_end.send([pipeline.get() for _ in pipeline.inference.t])
+            pipeline.inference.learner_pipe.send([pipeline.get() for _ in pipeline.inference.t])
 
         for _ in range(3):
             iteration()

@@ -119,5 +119,5 @@ def test_rates_and_curves_are_collected(tmp_path, monkeypatch):
     curves = plot.read_curves(tmp_path / "curves.csv")
     np.testing.assert_array_equal(curves["doom_ours"]["1"][-1], [55, 13750, 55])
     np.testing.assert_allclose(curves["doom_sf"]["1"][-1], [55, 55 * 500 / 4, 55])
-    with pytest.raises(SystemExit, match="curve: curves, rates"):
+    with pytest.raises(SystemExit, match="curve is unknown: use curves, rates"):
         run("curve", "x")

@@ -179,7 +179,7 @@ def test_what_it_names_is_there():
             names |= {node.name} | {f"{node.name}.{child.name}" for child in ast.walk(node) if isinstance(child, ast.FunctionDef)}
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    named = set(re.findall(r"`((?:Agent|Reporter)(?:\.\w+)?|make_envs|OWN_SUMS|EPISODE)`", README))
+    named = set(re.findall(r"`((?:Agent|Reporter)(?:\.\w+)?|make_envs|EXTRA_METRICS|EPISODE)`", README))
     assert len(named) == 5 and named <= names
 
 

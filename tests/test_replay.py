@@ -38,7 +38,7 @@ def make_learner(appo, **settings):
     spaces = appo.spaces_of(args)
     agent = appo.Agent(spaces, args)
     inference = appo.Inference(args, spaces, agent, torch.device("cpu"))
-    inference.learner_end = SimpleNamespace(sent=[], send=lambda blocks: inference.learner_end.sent.append(blocks))
+    inference.learner_pipe = SimpleNamespace(sent=[], send=lambda blocks: inference.learner_pipe.sent.append(blocks))
     r, rng = inference.rollouts, np.random.default_rng(0)
     r.obs["obs"].random_(256)
     for field in (r.obs["vector"], r.values, r.rnn_state, r.logits, inference.features):
@@ -93,7 +93,7 @@ def test_what_is_drawn(appo, replay, strategy):
     candidates. What is replayed counts how often, until its slot is FREE."""
     learner = make_learner(appo, replay=replay, elite_strategy=strategy, replay_candidates=6.0, total_timesteps=1000, replay_rollouts=48)
     taken, kept, asked, times = learner.inference.rollouts.times_replayed[0], [], [], {}
-    learned_at, given_back, free = np.full(len(taken), -1), learner.inference.learner_end.sent, slice(0, 4)
+    learned_at, given_back, free = np.full(len(taken), -1), learner.inference.learner_pipe.sent, slice(0, 4)
     learner.distances = lambda slots, newest: asked.append((slots, newest)) or learned_at[slots].astype(float)
     for i in range(60):
         learner.global_step = min(1000, 20 * i)
@@ -239,7 +239,7 @@ def test_every_batch_has_its_share(appo):
     Nothing is given back before the last step."""
     learner = make_learner(appo, num_epochs=4, num_envs_per_worker=6, replay_share=0.6, batch_size=25)
     assert appo.replayed_per_iteration(learner.args) == 9
-    sent = learner.inference.learner_end.sent
+    sent = learner.inference.learner_pipe.sent
     for again, batches in ((np.arange(10, 19), 3), (np.arange(0), 1)):
         dealt = []
         learner.gather = lambda slots, dealt=dealt: dealt.append(sorted(slots.tolist()))
@@ -271,7 +271,7 @@ def test_blocks_are_enough_in_every_order():
         agent.parameters = lambda: [torch.zeros(1, requires_grad=True)]
         inference = appo.Inference(args, spaces, agent, torch.device("cpu"))
         learner = appo.Learner(args, agent, inference)
-        inference.learner_end = SimpleNamespace(send=inference.free.extend)
+        inference.learner_pipe = SimpleNamespace(send=inference.free.extend)
         inference.pipes = [SimpleNamespace(send=lambda message: None)] * workers
         order, greedy, waiting = list(range(workers * splits)), rng.random() < 0.5, []
 

@@ -36,7 +36,7 @@ STORE = "            self.store_obs(*self.store(complete))\n"
 HAND_OVER = "            wait_for(self.device)  # the learner uses another stream, and must find these blocks written\n"
 ACTIONS = "actions.cpu().numpy()  # waits for the device: only then may the lock go"
 VERSIONS = "            self.rollouts.versions[t, slots] = self.version\n"
-RETURN = "        self.inference.learner_end.send(blocks)  # LEARNING -> FREE"
+RETURN = "        self.inference.learner_pipe.send(blocks)  # LEARNING -> FREE"
 FULL = "                self.full.put(self.filling.pop(group))"
 REQUESTS = "        self.requests = [group for group in self.requests if group not in ready]\n"
 REPLIES = """        for group in ready:
@@ -73,7 +73,7 @@ MUTANTS = {
     "threads start while the default stream still works": ("race", lambda file: [
         ("    wait_for(device)  # everything above used the default stream", "    # everything above used the default stream")]),
     "the learner gives blocks back before it copies them": ("race", lambda file: [
-        ("        for epoch in range(args.num_epochs):\n", "        self.inference.learner_end.send(blocks)\n        for epoch in range(args.num_epochs):\n"),
+        ("        for epoch in range(args.num_epochs):\n", "        self.inference.learner_pipe.send(blocks)\n        for epoch in range(args.num_epochs):\n"),
         (RETURN, "        # LEARNING -> FREE")]),
     "a block is handed over before the last observation": ("race", lambda file: [
         (STORE, "            filling = dict(self.filling)\n"
@@ -315,7 +315,7 @@ def actor_class(appo, mortal: bool):
         def __init__(self, target, args, daemon):
             super().__init__(daemon=daemon)
             self.args, self.worker, *self.their_rows, seed, self.mailbox, pipe = args
-            self.arrays, self.rng = self.mailbox.numpy(), np.random.default_rng([seed, len(self.all)])
+            self.arrays, self.rng = self.mailbox.share(), np.random.default_rng([seed, len(self.all)])
             self.splits = range(self.args.worker_num_splits) if hasattr(self.args, "worker_num_splits") else [None]
             self.idle = False
             self.pipe, pipe.other.sending = pipe.duplicate(), self.replied

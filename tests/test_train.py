@@ -535,11 +535,11 @@ class Eleven(gym.Env):
 
 
 def test_a_short_run_reports_every_episode_once(train, tmp_path, capsys, monkeypatch):
-    """It ends before the first report is due. And a metric of one's own: one name added to OWN_SUMS, of what `info` may have."""
+    """It ends before the first report is due. And a metric of one's own: one name added to EXTRA_METRICS, of what `info` may have."""
     gym.register("Eleven-v0", Eleven)
     monkeypatch.setattr(Eleven, "ended", 0)
     monkeypatch.setattr(appo_gym.Reporter, "SECONDS", 1000)
-    monkeypatch.setattr(appo_gym, "OWN_SUMS", ("kills",))
+    monkeypatch.setattr(appo_gym, "EXTRA_METRICS", ("kills",))
     monkeypatch.setattr(appo_gym, "EPISODE", (*appo_gym.EPISODE, "kills"))
     built, build = [], appo_gym.Inference.__init__
     monkeypatch.setattr(appo_gym.Inference, "__init__", lambda self, *given: (build(self, *given), built.append(self))[0])
