@@ -138,7 +138,7 @@ class Matches:
     def __init__(self, appo, args, count: int):
         spaces = appo.spaces_of(args)
         self.num_envs = count * args.seats  # agents
-        self.mailbox = appo.Mailbox(spaces, self.num_envs, len(appo.shaping_of(args))).numpy()
+        self.mailbox = appo.Mailbox(spaces, self.num_envs, len(appo.shaping_of(args))).share()
         self.worker = appo.WorkerEnvs(args, np.arange(self.num_envs), self.mailbox, args.seed)
         self.action_space = gym.vector.utils.batch_space(gym.spaces.MultiDiscrete(spaces.heads), self.num_envs)
 

@@ -26,7 +26,7 @@ def played(games):
 def test_lives_and_games(game, episodic_life, n, steps):
     """The mailbox against a second pool with the same seed and actions, read by hand."""
     args = Args(env_id=game, episodic_life=episodic_life, num_envs_per_worker=n, num_workers=0, device="cpu", reward_clip=3.0)
-    m, rng = appo.Mailbox(appo.spaces_of(args), n).numpy(), np.random.default_rng(0)
+    m, rng = appo.Mailbox(appo.spaces_of(args), n).share(), np.random.default_rng(0)
     worker = appo.WorkerEnvs(args, 0, m, SEED)
     pool = envpool.make(game, env_type="gymnasium", num_envs=n, seed=SEED, episodic_life=episodic_life, use_fire_reset=True)
     obs, info = pool.reset()
@@ -65,7 +65,7 @@ def test_lives_and_games(game, episodic_life, n, steps):
 def test_the_time_limit_of_a_game():
     """It ends the game without `terminated`, though lives were lost before, and the next game counts from nothing."""
     args = Args(num_envs_per_worker=N, num_workers=0, device="cpu")
-    m = appo.Mailbox(appo.spaces_of(args), N).numpy()
+    m = appo.Mailbox(appo.spaces_of(args), N).share()
     games = appo.WorkerEnvs(args, 0, m, SEED)
     envs = games.envs
     assert envs.options["max_episode_steps"] == 27_000 and appo.AtariEnvs(Args(frameskip=5), 1).options["max_episode_steps"] == 21_600

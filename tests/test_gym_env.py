@@ -180,7 +180,7 @@ def test_environments_that_it_does_not_take(env_id, sentence, monkeypatch):
 
 def test_a_time_limit_is_not_a_death():
     args = appo_gym.Args(env_id="CartPole-v1", num_workers=1, num_envs=2)
-    mailbox = appo_gym.Mailbox(appo_gym.spaces_of(args), 2).numpy()
+    mailbox = appo_gym.Mailbox(appo_gym.spaces_of(args), 2).share()
     envs = appo_gym.WorkerEnvs(args, 0, mailbox, seed=1)
     envs.envs = appo_gym.make_envs(args, 2, max_episode_steps=4)
     envs.reset()
@@ -232,7 +232,7 @@ def played(monkeypatch, env_class, steps: int) -> list[list[float]]:
     """Returns and lengths of the episodes that two environments finish in so many steps."""
     monkeypatch.setitem(gym.registry, "Odd-v0", gym.envs.registration.EnvSpec("Odd-v0", env_class, disable_env_checker=True))
     args = appo_gym.Args(env_id="Odd-v0", num_workers=1, num_envs=2)
-    mailbox = appo_gym.Mailbox(appo_gym.spaces_of(args), 2).numpy()
+    mailbox = appo_gym.Mailbox(appo_gym.spaces_of(args), 2).share()
     envs, found = appo_gym.WorkerEnvs(args, 0, mailbox, seed=1), []
     envs.reset()
     for _ in range(steps):
@@ -292,7 +292,7 @@ def test_a_sum_that_is_not_finite_spoils_its_own_episode_alone(monkeypatch, name
     monkeypatch.setattr(appo, "EPISODE", ("episodic_return", "episodic_length", "kills"))
     args = appo.Args(num_workers=1, device="cpu", **dict(num_envs=2) if hasattr(appo.Args, "num_envs") else dict(num_envs_per_worker=2))
     spaces = appo.Spaces({"obs": Box(-1, 1, (1,))}, 1 if name == "appo_mujoco" else (2,))
-    mailbox = appo.Mailbox(spaces, 2).numpy()
+    mailbox = appo.Mailbox(spaces, 2).share()
     envs, found = appo.WorkerEnvs(args, 0, mailbox, seed=1), []
     envs.reset()
     for _ in range(8):

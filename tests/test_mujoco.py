@@ -37,7 +37,7 @@ def test_the_mailbox_is_what_the_task_says(task, falls, more):
     """Against a second pool with the same seed and actions, read by hand, beyond its time limit of 1,000 steps."""
     n = 3
     args = Args(env_id=task, num_envs=n, num_workers=0, device="cpu")
-    m, rng = appo.Mailbox(appo.spaces_of(args), n).numpy(), np.random.default_rng(0)
+    m, rng = appo.Mailbox(appo.spaces_of(args), n).share(), np.random.default_rng(0)
     worker = appo.WorkerEnvs(args, 0, m, SEED)
     pool = envpool.make(task, env_type="gymnasium", num_envs=n, num_threads=1, seed=SEED, **more)
     (obs, _), before = pool.reset(), np.zeros(n, bool)
@@ -160,7 +160,7 @@ def test_the_policys_unit_is_half_of_each_numbers_range(dtype, monkeypatch):
 
     monkeypatch.setitem(gym.registry, "Own-v0", gym.envs.registration.EnvSpec("Own-v0", Env, disable_env_checker=True))
     args = Args(env_id="Own-v0", num_workers=0, num_envs=5, device="cpu")
-    m = appo.Mailbox(appo.spaces_of(args), 5).numpy()
+    m = appo.Mailbox(appo.spaces_of(args), 5).share()
     worker = appo.WorkerEnvs(args, 0, m, SEED)
     worker.reset()
     m.action[:] = drawn = np.array([-3, -1, 0, 1, 3], np.float32)[:, None]

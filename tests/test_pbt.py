@@ -244,7 +244,7 @@ def test_an_agent_that_is_absent_at_the_very_first_reset_makes_no_sample(tmp_pat
     late = late.replace("        assert sorted(actions) == self.agents\n", "        actions = {a: actions.get(a, [0, 0]) for a in self.agents}\n")
     module = load(edited(tmp_path, "pbt_late", replacing(late + OWN), source=SCRIPT))
     args = module.Args(num_policies=1, num_workers=0, num_envs_per_worker=1, worker_num_splits=1, device="cpu")
-    mailbox = module.Mailbox(module.spaces_of(args), 2, 0).numpy()
+    mailbox = module.Mailbox(module.spaces_of(args), 2, 0).share()
     worker = module.WorkerEnvs(args, np.arange(2), mailbox, 0)
     worker.reset()
     assert mailbox.first.tolist() == [True, True] and worker.ended == {0: True, 1: False}
@@ -274,7 +274,7 @@ def test_the_last_reward_of_an_agent_that_leaves_without_an_observation(monkeypa
 
     monkeypatch.setattr(appo, "make_game", lambda args: Game())
     args = appo.Args(device="cpu", reward_clip=np.inf)
-    mailbox = appo.Mailbox(appo.spaces_of(args), 1, 0).numpy()
+    mailbox = appo.Mailbox(appo.spaces_of(args), 1, 0).share()
     worker = appo.WorkerEnvs(args, np.arange(1), mailbox, 0)
     worker.reset()
     worker.step()
@@ -309,7 +309,7 @@ def test_a_game_of_ones_own(monkeypatch):
 
     monkeypatch.setattr(appo, "make_game", lambda args: Game())
     args = appo.Args(device="cpu")
-    mailbox = appo.Mailbox(appo.spaces_of(args), 1, 0).numpy()
+    mailbox = appo.Mailbox(appo.spaces_of(args), 1, 0).share()
     worker = appo.WorkerEnvs(args, np.arange(1), mailbox, 0)
     worker.reset()
     found = []
@@ -678,7 +678,7 @@ def test_every_seat_is_shaped_as_its_policy_says(monkeypatch):
     monkeypatch.setattr(appo, "make_game", lambda args: Match())
     monkeypatch.setattr(appo.Args, "seats", 2)
     args = appo.Args(env_id="battle", num_workers=1, reward_scale=0.5, reward_clip=0.5, device="cpu")
-    mailbox = appo.Mailbox(spaces((36, 36, 1), 0, (2,)), 2, len(appo.shaping_of(args))).numpy()
+    mailbox = appo.Mailbox(spaces((36, 36, 1), 0, (2,)), 2, len(appo.shaping_of(args))).share()
     mailbox.shaping[0], mailbox.shaping[1] = 1, 2
     worker = appo.WorkerEnvs(args, np.array([1, 0]), mailbox, 0)
     worker.reset()
@@ -793,7 +793,7 @@ def worker_of(tmp_path, monkeypatch):
         (tmp_path / name / "game.py").write_text(ZOO + lines)
         args = appo.Args(env_id=f"{name}.game", device="cpu", reward_clip=np.inf)
         space = appo.spaces_of(args)
-        return appo.WorkerEnvs(args, np.arange(4), appo.Mailbox(space, 4, 0).numpy(), 0), space
+        return appo.WorkerEnvs(args, np.arange(4), appo.Mailbox(space, 4, 0).share(), 0), space
 
     return worker_of
 
