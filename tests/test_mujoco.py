@@ -277,7 +277,7 @@ def test_every_task_has_a_network(task):
     args = Args(env_id=task, num_envs=2, num_workers=0, device="cpu")
     spaces = appo.spaces_of(args)
     m = appo.Mailbox(spaces, 2)
-    envs = appo.WorkerEnvs(args, 0, m.numpy(), SEED)
+    envs = appo.WorkerEnvs(args, 0, m.share(), SEED)
     envs.reset()
     agent, state = appo.Agent(spaces, args), torch.zeros(2, 0)
     for _ in range(3):
