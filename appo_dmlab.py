@@ -61,9 +61,9 @@ learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_s
 *step* is one decision of the agent, a *frame* one tic of the engine (frames = steps x frameskip). Every optimizer step
 creates a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
 
-One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
-an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
-the next episode. Two flags are therefore enough:
+One convention governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that
+ends an episode returns its last observation, the action chosen there is ignored, and the next observation is the first
+of the next episode. Two flags are therefore enough:
 
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
@@ -200,10 +200,10 @@ class Args:
     """Adam's learning rate; Sample Factory's 1e-4 learns more slowly in Doom (benchmark/README.md)"""
     anneal_lr: bool = False  # decay the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
-    vtrace_rho: float = 1.0  # V-trace: clip of the importance weight of temporal differences (rho bar)
-    vtrace_c: float = 1.0  # V-trace: clip of the trace coefficients (c bar)
+    vtrace_rho: float = 1.0  # V-trace: upper bound of the importance weight of temporal differences (rho bar)
+    vtrace_c: float = 1.0  # V-trace: upper bound of the trace coefficients (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 gives the paper's V-trace
-    clip_coef: float = 0.1  # PPO: clip of the ratio, to [1/(1+e), 1+e]
+    clip_coef: float = 0.1  # PPO: the ratio is clipped to [1/(1+e), 1+e], not to [1-e, 1+e]
     ppo_clip_value: float = 0.2  # PPO: clip of the change of the value since acting time, in PopArt's units
     vf_coef: float = 0.5  # coefficient of the value loss
     ent_coef: float = 0.001  # coefficient of the penalty on the symmetric KL divergence from the uniform policy
@@ -226,7 +226,7 @@ class Args:
             else:
                 capable = "_bf16" in Path("/proc/cpuinfo").read_text()  # AVX512-BF16 or AMX
             self.precision = "bfloat16" if capable else "float32"
-        self.typed = asdict(self)  # saved in cfg.json; derived values may differ on another machine
+        self.typed = asdict(self)  # saved in cfg.json, without what is derived below: that depends on the machine
         self.device = device
         self.cuda_graphs &= cuda
         if self.num_workers is None:
@@ -610,7 +610,7 @@ class PopArt(nn.Module):
         super().__init__()
         self.linear = linear
         tasks = linear.out_features
-        # a prior of 1000 samples from N(0, 1): the std of the first returns is near 0
+        # a prior of 1000 samples from N(0, 1), because early returns may hardly vary
         self.register_buffer("count", torch.full((tasks,), 1000.0))
         self.register_buffer("mean", torch.zeros(tasks))
         self.register_buffer("var", torch.ones(tasks))
@@ -761,8 +761,8 @@ class Agent(nn.Module):
         return torch.cat([*(image.float() for image in images), instruction], -1)
 
     def forward(self, obs, first, state):
-        """Takes obs by name [T, B, ...], first bool [T, B] and the state float32 [B, state_size] before obs[0], which
-        is zeroed where `first` is set. Returns logits [T, B, sum(heads)], values [T, B] and the state after
+        """Takes obs by name [T, B, ...], first bool [T, B] and the state float32 [B, state_size] before obs[0]. The
+        state is zeroed wherever `first` is set. Returns logits [T, B, sum(heads)], values [T, B] and the state after
         obs[T-1]."""
         T, B = first.shape
         x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
@@ -811,7 +811,7 @@ def log_prob(log_dists, actions):
 
 
 def entropy_of(log_dist):
-    """Returns the entropy [...] of log-probabilities [..., n]. The clamp makes 0 of 0 * -inf, for masked actions."""
+    """Returns the entropy [...] of log-probabilities [..., n]. The clamp makes 0 * -inf, of a masked action, 0."""
     return -(log_dist.exp() * log_dist.clamp(min=torch.finfo(log_dist.dtype).min)).sum(-1)
 
 
@@ -1003,7 +1003,7 @@ class Rollouts:
     unwritten slot makes the loss NaN.
 
     The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
-    `Learner.iterate`, which returns it, and `Inference.receive`."""
+    `Inference.receive`, to which `Learner.iterate` returns it."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
         # on the device, written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
@@ -1101,7 +1101,7 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
             signal.signal(number, signal.SIG_IGN)
         os.setpgrp()  # Ctrl-C goes to the main process alone. (Not setsid: Linux applies `nice` within a session.)
         # Batch systems signal every process. A no-op handler, because children would inherit SIG_IGN
-        for number in SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         if args.set_workers_cpu_affinity:
             cores = sorted(os.sched_getaffinity(0))
@@ -1157,7 +1157,7 @@ def wait_for(device):
 
 
 def own_stream(device, priority=0):
-    """Returns a context with a stream for this thread. Priority -1 is high: it does not queue behind a backward
+    """Returns a context with a stream for this thread. With priority -1 its kernels do not queue behind a backward
     pass."""
     module = torch.get_device_module(device)
     if device.index is not None:
@@ -1183,8 +1183,8 @@ class Operations(TorchDispatchMode):
 
 def recorded(function, device):
     """Returns the function as a CUDA graph: one launch instead of hundreds, each of which would wait for the GIL. There
-    is one recording for each combination of input shapes. Inputs, which may be on the host, are copied to the memory
-    they had when it was made; outputs always use the same memory, so the next call overwrites them.
+    is one recording for each combination of input shapes. Inputs, which may be on the host, are copied to buffers
+    allocated at recording time; outputs use the same memory each time, so the next call overwrites them.
 
     The function must not wait for the device, copy from the host or create shapes that depend on values. Apart from its
     inputs, it may only use tensors that are modified in place, and Python numbers that never change: the graph has
@@ -1199,7 +1199,7 @@ def recorded(function, device):
         recording = recordings.setdefault(tuple(x.shape for x in tensors), SimpleNamespace(calls=0))
         recording.calls += 1
         with RECORDING:
-            if recording.calls == 1:  # loads and selects kernels, and allocates gradients
+            if recording.calls == 1:  # warm-up: loads and selects kernels, allocates gradients
                 return function(*inputs)
             if recording.calls == 2:
                 recording.inputs = tree_map(lambda x: x.to(device, copy=True), inputs)
@@ -1212,7 +1212,7 @@ def recorded(function, device):
                     raise UserError(f"{problem}{error.__context__ or error}") from None
             for place, x in zip(tree_leaves(recording.inputs), tensors):
                 place.copy_(x, non_blocking=True)
-            if recording.calls == 2 or recording.calls & recording.calls - 1:  # not a power of two
+            if recording.calls == 2 or recording.calls & recording.calls - 1:  # calls 4, 8, 16, ... are checked below
                 recording.graph.replay()
                 return recording.outputs
             with Operations() as operations:
@@ -1304,7 +1304,7 @@ class Inference:
             self.end_with(error)
 
     def end_with(self, error):
-        """Ends the run: the learner raises the first error at its next `collect`, even if FULL blocks wait."""
+        """Ends the run: `Learner.collect` raises the first error at its next call, even if FULL blocks wait."""
         self.error = self.error or error
         self.full.put(None)
 
@@ -1471,8 +1471,8 @@ class Learner:
         return blocks
 
     def iterate(self, blocks: list[slice]):
-        """Learns from the blocks of an iteration, which stay LEARNING until its last optimizer step. Returns the
-        metrics of that step."""
+        """Learns from the blocks of an iteration, which stay LEARNING until the iteration's last optimizer step.
+        Returns the metrics of that step."""
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
@@ -1519,7 +1519,8 @@ class Learner:
         return targets, metrics | {"losses/grad_norm": grad_norm}, torch.stack([loss.detach(), grad_norm])
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """Makes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if it is not finite."""
+        """Makes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if loss or gradient is
+        not finite."""
         batch.lags = self.version - batch.versions
         targets, metrics, checked = self.differentiate(vars(batch))
         loss, grad_norm = checked.tolist()
@@ -1570,7 +1571,7 @@ class Learner:
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
     SIGNALS.append(signal.SIGHUP)
-# The least value of a flag; otherwise 1 for integers and 0 for floats
+# Minimum values of flags; by default 1 for integers and 0 for floats
 AT_LEAST = dict(num_workers=0, seed=0, max_batches_ahead=0, keep_checkpoints=0)
 # An actor that dies after fewer requests died early. Three early deaths of a worker in a row end the run, as does one
 # death without any request before the first update of a new run
@@ -1756,7 +1757,7 @@ def save_checkpoint(folder: Path, learner: Learner):
         global_step=learner.global_step,
         best_return=best_return,
     )
-    buffer = io.BytesIO()  # so that a full disk raises OSError
+    buffer = io.BytesIO()  # writing it raises OSError on a full disk
     torch.save(content, buffer)
     for name in names:
         (folder / "saving.tmp").write_bytes(buffer.getbuffer())
@@ -1801,7 +1802,7 @@ class Reporter:
     SECONDS = 5  # between two reports
 
     def __init__(self, args: Args, learner: Learner, folder: Path):
-        """Must be created before the inference thread starts, whose waiting times are counted from here on."""
+        """Create it before the inference thread starts: waiting times count from here on."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed here
 
         self.folder = folder
@@ -1813,7 +1814,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=sizeless or not args.num_workers or None,  # it would garble a debugger; None: off unless a terminal
+            disable=sizeless or not args.num_workers or None,  # off in a debugger; None: off without a terminal
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining}{postfix}",
         )
@@ -1876,7 +1877,7 @@ def train(args: Args, folder: Path) -> int:
     check(args)
     device = torch.device(args.device)
     torch.backends.cudnn.allow_tf32 = False  # no TF32: mu and pi must agree at lag 0
-    torch.set_num_threads(max(1, num_cores() // 2))  # each for the learner and for inference
+    torch.set_num_threads(max(1, num_cores() // 2))  # half for the learner, half for inference
     seed_generators(args.seed)
     for option, value in {-1: 2**31 - 1, -4: 0, -8: 1}.items():  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX
         ctypes.CDLL(None).mallopt(option, value)  # keep freed memory: saves a third of an update on images on a CPU
@@ -1912,7 +1913,7 @@ def train(args: Args, folder: Path) -> int:
         except KeyboardInterrupt:
             code = 130
         finally:
-            # Skip if nothing was learned, or if the last step may have spoiled the weights
+            # Skip if nothing was learned, or if the last step may have corrupted the weights
             if learner.global_step and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, learner)
             reporter.close()

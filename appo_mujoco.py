@@ -52,7 +52,7 @@ Where to edit:
     metric of an episode         `EXTRA_METRICS`
     network                      `Agent`
     loss                         `appo_loss` (its docstring says how to add a field from acting time)
-    reward of your own           `Learner.update`, before the loss: `batch` is a copy
+    intrinsic reward             `Learner.update`, before the loss: `batch` is a copy
     optimizer, second network    `Learner`, then `save_checkpoint` and `load_checkpoint`
 
 With --cuda-graphs, the network and the loss must also meet the conditions in `recorded`.
@@ -64,9 +64,9 @@ are workers, makes `num_epochs` passes over their rollouts in *batches* of about
 optimizer step per batch, and gives the blocks back. A *step* is one decision of the agent. Every optimizer step creates
 a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
 
-One rule governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that ends
-an episode returns its last observation, the action chosen there is ignored, and the next observation is the first of
-the next episode. Two flags are therefore enough:
+One convention governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that
+ends an episode returns its last observation, the action chosen there is ignored, and the next observation is the first
+of the next episode. Two flags are therefore enough:
 
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
@@ -143,7 +143,7 @@ class Args:
     actions; `module:name` imports the module first, so that it can register its own"""
     seed: int = 1  # seed of the network, the action sampling and the environments
     total_timesteps: int = 3_000_000  # stop after this many steps
-    device: str = "cpu"  # cpu, cuda, or cuda:1 (the second GPU): a GPU pays for wide networks, not for two small layers
+    device: str = "cpu"  # cpu, cuda, or cuda:1 (the second GPU): a GPU pays off for wide networks only
     cuda_graphs: bool = False
     """record acting and the gradient computation as CUDA graphs, one for each batch size, so that each is one launch;
     ignored on a CPU"""
@@ -165,10 +165,10 @@ class Args:
     learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2e-3  # Adam's learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
-    vtrace_rho: float = 1.0  # V-trace: clip of the importance weight of temporal differences (rho bar)
-    vtrace_c: float = 1.0  # V-trace: clip of the trace coefficients (c bar)
+    vtrace_rho: float = 1.0  # V-trace: upper bound of the importance weight of temporal differences (rho bar)
+    vtrace_c: float = 1.0  # V-trace: upper bound of the trace coefficients (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 gives the paper's V-trace
-    clip_coef: float = 0.2  # PPO: clip of the ratio, to [1/(1+e), 1+e]
+    clip_coef: float = 0.2  # PPO: the ratio is clipped to [1/(1+e), 1+e], not to [1-e, 1+e]
     ppo_clip_value: float = 1.0
     """PPO: clip of the change of the value since acting time, in standard deviations of the targets"""
     vf_coef: float = 0.5  # coefficient of the value loss, whose error is in standard deviations of the targets
@@ -180,7 +180,7 @@ class Args:
     initial_stddev: float = 1.0  # initial standard deviation of each action dimension; 1 is half of its range
 
     def __post_init__(self):
-        self.typed = asdict(self)  # saved in cfg.json; derived values may differ on another machine
+        self.typed = asdict(self)  # saved in cfg.json, without what is derived below: that depends on the machine
         self.cuda_graphs &= self.device.startswith("cuda")
         if self.num_workers is None:
             most = num_cores() * (1 if self.device == "cpu" else 2)
@@ -407,12 +407,12 @@ def init_layer(layer, gain=2**0.5):
 class PopArt(Normalizer):
     """A value head with normalised targets (PopArt: van Hasselt et al. 2016; with V-trace: Hessel et al. 2019).
     `linear` predicts (value - mean) / std, where mean and std are running statistics of the V-trace targets. When they
-    change, `linear` is rescaled so that its values do not."""
+    change, `linear` is rescaled so that the predicted values stay the same."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__((), 1.0)
         self.linear = linear
-        self.count.fill_(1000)  # a prior of 1000 samples from N(0, 1): the std of the first returns is near 0
+        self.count.fill_(1000)  # a prior of 1000 samples from N(0, 1), because early returns may hardly vary
 
     def forward(self, x):
         """Returns values [...] in the reward's units for x [..., features]."""
@@ -472,9 +472,9 @@ class Agent(nn.Module):
         return torch.cat([self.acting(x), self.valuing(x)], -1)
 
     def forward(self, obs, first, state):
-        """Takes obs by name [T, B, ...], first bool [T, B] and the state float32 [B, state_size] before obs[0], which
-        is zeroed where `first` is set. Returns gaussians [T, B, 2 * numbers], values [T, B] and the state after
-        obs[T-1]."""
+        """Takes obs by name [T, B, ...], first bool [T, B] and the state float32 [B, state_size] before obs[0]. The
+        state is zeroed wherever `first` is set. Returns gaussians [T, B, 2 * numbers], values [T, B] and the state
+        after obs[T-1]."""
         T, B = first.shape
         x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
         if self.core is not None:
@@ -676,7 +676,7 @@ class Rollouts:
     unwritten slot makes the loss NaN.
 
     The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
-    `Learner.iterate`, which returns it, and `Inference.receive`."""
+    `Inference.receive`, to which `Learner.iterate` returns it."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
         # on the device, written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
@@ -757,7 +757,7 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
             signal.signal(number, signal.SIG_IGN)
         os.setpgrp()  # Ctrl-C goes to the main process alone. (Not setsid: Linux applies `nice` within a session.)
         # Batch systems signal every process. A no-op handler, because children would inherit SIG_IGN
-        for number in SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         os.nice(10)  # inference and learning go first: without them, actors only wait
         cores = sorted(os.sched_getaffinity(0))
@@ -796,7 +796,7 @@ def wait_for(device):
 
 
 def own_stream(device, priority=0):
-    """Returns a context with a stream for this thread. Priority -1 is high: it does not queue behind a backward
+    """Returns a context with a stream for this thread. With priority -1 its kernels do not queue behind a backward
     pass."""
     module = torch.get_device_module(device)
     if device.index is not None:
@@ -822,8 +822,8 @@ class Operations(TorchDispatchMode):
 
 def recorded(function, device):
     """Returns the function as a CUDA graph: one launch instead of hundreds, each of which would wait for the GIL. There
-    is one recording for each combination of input shapes. Inputs, which may be on the host, are copied to the memory
-    they had when it was made; outputs always use the same memory, so the next call overwrites them.
+    is one recording for each combination of input shapes. Inputs, which may be on the host, are copied to buffers
+    allocated at recording time; outputs use the same memory each time, so the next call overwrites them.
 
     The function must not wait for the device, copy from the host or create shapes that depend on values. Apart from its
     inputs, it may only use tensors that are modified in place, and Python numbers that never change: the graph has
@@ -838,7 +838,7 @@ def recorded(function, device):
         recording = recordings.setdefault(tuple(x.shape for x in tensors), SimpleNamespace(calls=0))
         recording.calls += 1
         with RECORDING:
-            if recording.calls == 1:  # loads and selects kernels, and allocates gradients
+            if recording.calls == 1:  # warm-up: loads and selects kernels, allocates gradients
                 return function(*inputs)
             if recording.calls == 2:
                 recording.inputs = tree_map(lambda x: x.to(device, copy=True), inputs)
@@ -851,7 +851,7 @@ def recorded(function, device):
                     raise UserError(f"{problem}{error.__context__ or error}") from None
             for place, x in zip(tree_leaves(recording.inputs), tensors):
                 place.copy_(x, non_blocking=True)
-            if recording.calls == 2 or recording.calls & recording.calls - 1:  # not a power of two
+            if recording.calls == 2 or recording.calls & recording.calls - 1:  # calls 4, 8, 16, ... are checked below
                 recording.graph.replay()
                 return recording.outputs
             with Operations() as operations:
@@ -922,7 +922,7 @@ class Inference:
             self.end_with(error)
 
     def end_with(self, error):
-        """Ends the run: the learner raises the first error at its next `collect`, even if FULL blocks wait."""
+        """Ends the run: `Learner.collect` raises the first error at its next call, even if FULL blocks wait."""
         self.error = self.error or error
         self.full.put(None)
 
@@ -942,7 +942,7 @@ class Inference:
         for worker in np.flatnonzero(time.monotonic() - self.heard > SILENCE):
             if self.args.num_workers and worker not in self.requests:
                 self.heard[worker] += SILENCE
-                tqdm.write(f"worker {worker} has not answered for {SILENCE} s: its environments are slow, or hang")
+                tqdm.write(f"worker {worker} has not answered for {SILENCE} s: its environments are slow or stuck")
 
     def receive(self, pipe):
         """Receives a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError if an actor
@@ -1062,7 +1062,7 @@ class Learner:
         KeyboardInterrupt after a signal."""
         start = time.perf_counter()
         blocks = []
-        for _ in self.inference.pipes:  # as many as there are workers; a fast worker may contribute two
+        for _ in self.inference.pipes:  # as many as there are workers; a fast worker may contribute several
             blocks.append(self.inference.next_full())
             if self.inference.error:
                 raise self.inference.error
@@ -1070,8 +1070,8 @@ class Learner:
         return blocks
 
     def iterate(self, blocks: list[slice]):
-        """Learns from the blocks of an iteration, which stay LEARNING until its last optimizer step. Returns the
-        metrics of that step."""
+        """Learns from the blocks of an iteration, which stay LEARNING until the iteration's last optimizer step.
+        Returns the metrics of that step."""
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
@@ -1116,7 +1116,8 @@ class Learner:
         return targets, metrics | {"losses/grad_norm": grad_norm}, torch.stack([loss.detach(), grad_norm])
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """Makes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if it is not finite."""
+        """Makes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if loss or gradient is
+        not finite."""
         targets, metrics, checked = self.differentiate(vars(batch))
         loss, grad_norm = checked.tolist()
         # This check waits for the device, so nothing broken is published or saved, and inference never waits at the
@@ -1248,7 +1249,7 @@ def running(inference: Inference):
         for worker, actor in enumerate(actors):
             actor.join(max(0.0, deadline - time.monotonic()))
             if actor.is_alive():
-                print(f"worker {worker} has not ended within 5 s: its environments are slow, or hang")
+                print(f"worker {worker} has not ended within 5 s: its environments are slow or stuck")
             if args.num_workers:
                 actor.kill()
                 with contextlib.suppress(OSError):  # it no longer exists
@@ -1263,7 +1264,7 @@ def save_checkpoint(folder: Path, learner: Learner):
         version=learner.inference.version,
         global_step=learner.global_step,
     )
-    buffer = io.BytesIO()  # so that a full disk raises OSError
+    buffer = io.BytesIO()  # writing it raises OSError on a full disk
     torch.save(content, buffer)
     (folder / "saving.tmp").write_bytes(buffer.getbuffer())
     os.replace(folder / "saving.tmp", folder / "latest.pth")
@@ -1298,7 +1299,7 @@ class Reporter:
     SECONDS = 5  # between two reports
 
     def __init__(self, args: Args, learner: Learner, folder: Path):
-        """Must be created before the inference thread starts, whose waiting times are counted from here on."""
+        """Create it before the inference thread starts: waiting times count from here on."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed here
 
         sizeless = sys.stderr.isatty() and 0 in os.get_terminal_size(sys.stderr.fileno())  # tqdm would draw nothing
@@ -1309,7 +1310,7 @@ class Reporter:
             total=args.total_timesteps,
             initial=learner.global_step,
             dynamic_ncols=True,
-            disable=sizeless or not args.num_workers or None,  # it would garble a debugger; None: off unless a terminal
+            disable=sizeless or not args.num_workers or None,  # off in a debugger; None: off without a terminal
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining}{postfix}",
         )
@@ -1361,7 +1362,7 @@ def train(args: Args, folder: Path) -> int:
     check(args)
     device = torch.device(args.device)
     torch.backends.cudnn.allow_tf32 = False  # no TF32: mu and pi must agree at lag 0
-    torch.set_num_threads(max(1, num_cores() // 2))  # each for the learner and for inference
+    torch.set_num_threads(max(1, num_cores() // 2))  # half for the learner, half for inference
     seed_generators(args.seed)
     spaces = spaces_of(args)
     agent = Agent(spaces, args).to(device)
@@ -1395,7 +1396,7 @@ def train(args: Args, folder: Path) -> int:
         except KeyboardInterrupt:
             code = 130
         finally:
-            # Skip if nothing was learned, or if the last step may have spoiled the weights
+            # Skip if nothing was learned, or if the last step may have corrupted the weights
             if learner.global_step and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, learner)
             reporter.close()

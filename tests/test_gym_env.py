@@ -166,7 +166,7 @@ def test_an_observation_that_is_not_of_its_space(space, value, sentence):
     ("no_such_module:Mine-v0", "No module named 'no_such_module'"),
     ("LunarLander-v3", "Box2D is not installed"),
     ("Pendulum-v1", "(for a Box of actions: appo_mujoco.py)"),
-    ("Words-v0", "observations must have numbers"),
+    ("Words-v0", "observations need numbers"),
 ])  # fmt: skip
 def test_environments_that_it_does_not_take(env_id, sentence, monkeypatch):
     if env_id == "LunarLander-v3":
@@ -305,7 +305,7 @@ def test_a_sum_that_is_not_finite_spoils_its_own_episode_alone(monkeypatch, name
 def test_an_image_of_floats_is_warned_of():
     env = Everything()
     env.observation_space = Box(0, 1, (40, 40, 3), np.float32)
-    with pytest.warns(UserWarning, match="obs becomes 4800 numbers: an image is uint8, with just two sides of 36 or more"):
+    with pytest.warns(UserWarning, match="obs becomes 4800 numbers: an image must be uint8, with exactly two sides of 36 or more"):
         appo_gym.NamedArrays(env)
 
 
