@@ -170,7 +170,7 @@ class Args:
     ignored on a CPU"""
     precision: Literal["float32", "bfloat16"] | None = None
     """number type of the encoder and, on a CPU, of the recurrent core. Default: bfloat16 if the device supports it"""
-    experiment: str | None = None  # the run's folder in train_dir, resumed if it exists; default: a new one
+    experiment: str | None = None  # the run's folder in train_dir, resumed if it exists. Default: a new one
     train_dir: str = "train_dir"  # folder of all experiments
     save_every_sec: float = 120.0  # seconds between checkpoints
     keep_checkpoints: int = 2  # number of recent checkpoints to keep; 0: all
@@ -1274,7 +1274,8 @@ class Inference:
         self.heard = self.mailbox.heard.reshape(workers, -1)  # views of the mailbox, by worker
         self.actors = {}  # process of each worker, set by `running`
         self.episodes = [deque(maxlen=100) for _ in tasks_of(args)]  # the last ones of each task, see EPISODE
-        self.counts = Counter()  # rows served, forward passes; seconds that this thread and the learner waited
+        self.counts = Counter()  # rows served, and forward passes
+        self.waited = Counter()  # seconds, of this thread and of the learner, by what they waited for
         if args.cuda_graphs:
             self.choose = recorded(self.choose, device)
 
@@ -1296,7 +1297,7 @@ class Inference:
                     waiting_for = "blocks" if self.requests else "requests"
                     start = time.perf_counter()
                     events = self.selector.select(timeout=1)
-                    self.counts[waiting_for] += time.perf_counter() - start
+                    self.waited[waiting_for] += time.perf_counter() - start
                     for key, _ in events:
                         self.receive(key.fileobj)
                     self.notice_silence()
@@ -1311,7 +1312,7 @@ class Inference:
     def next_full(self):
         """Waits for a FULL block and returns it. Until the first iteration, prints every 5 seconds how many
         environments have started."""
-        while not self.counts["learner"]:
+        while not self.waited["learner"]:
             with contextlib.suppress(queue.Empty):
                 return self.full.get(timeout=5)
             started = np.isfinite(self.mailbox.reward)
@@ -1467,7 +1468,7 @@ class Learner:
             blocks.append(self.inference.next_full())
             if self.inference.error:
                 raise self.inference.error
-        self.inference.counts["learner"] += time.perf_counter() - start
+        self.inference.waited["learner"] += time.perf_counter() - start
         return blocks
 
     def iterate(self, blocks: list[slice]):
@@ -1830,7 +1831,8 @@ class Reporter:
             self.report()
 
     def report(self):
-        now = Counter(self.learner.inference.counts, seconds=time.monotonic(), steps=self.learner.global_step)
+        inference = self.learner.inference
+        now = Counter(inference.counts | inference.waited, seconds=time.monotonic(), steps=self.learner.global_step)
         change = now - self.last
         self.last = now
         seconds = change["seconds"]

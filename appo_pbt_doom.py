@@ -170,7 +170,7 @@ class Args:
     ignored on a CPU"""
     precision: Literal["float32", "bfloat16"] | None = None
     """number type of the encoder and, on a CPU, of the recurrent core. Default: bfloat16 if the device supports it"""
-    experiment: str | None = None  # the run's folder in train_dir, resumed if it exists; default: a new one
+    experiment: str | None = None  # the run's folder in train_dir, resumed if it exists. Default: a new one
     train_dir: str = "train_dir"  # folder of all experiments
     save_every_sec: float = 120.0  # seconds between checkpoints
     keep_checkpoints: int = 2  # number of recent checkpoints to keep; 0: all
@@ -1615,7 +1615,8 @@ class Inference:
         # views of the mailbox [worker, policy, row]; the rows of a policy are contiguous
         self.heard = self.mailbox.heard.reshape(len(agents), workers, -1).swapaxes(0, 1)
         self.actors = {}  # process of each worker, set by `running`
-        self.counts = Counter()  # rows served, forward passes; seconds that this thread and the learner waited
+        self.counts = Counter()  # rows served, and forward passes
+        self.waited = Counter()  # seconds, of this thread and of the learner, by what they waited for
 
     def run(self):
         """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
@@ -1628,7 +1629,7 @@ class Inference:
                     waiting_for = "blocks" if self.requests else "requests"
                     start = time.perf_counter()
                     events = self.selector.select(timeout=1)
-                    self.counts[waiting_for] += time.perf_counter() - start
+                    self.waited[waiting_for] += time.perf_counter() - start
                     for key, _ in events:
                         self.receive(key.fileobj)
                     self.notice_silence()
@@ -1643,7 +1644,7 @@ class Inference:
     def next_full(self):
         """Waits for a FULL block and returns it. Until the first iteration, prints every 5 seconds how many
         environments have started."""
-        while not self.counts["learner"]:
+        while not self.waited["learner"]:
             with contextlib.suppress(queue.Empty):
                 return self.full.get(timeout=5)
             started = np.isfinite(self.mailbox.reward)
@@ -1737,7 +1738,7 @@ def collect(inference: Inference) -> list[slice]:
         blocks.append(inference.next_full())
         if inference.error:
             raise inference.error
-    inference.counts["learner"] += time.perf_counter() - start
+    inference.waited["learner"] += time.perf_counter() - start
     return blocks
 
 
@@ -2242,7 +2243,7 @@ class Reporter:
 
     def now(self):
         steps = {learner: learner.global_step for learner in self.learners}
-        return Counter({**self.inference.counts, **steps}, seconds=time.monotonic())
+        return Counter({**self.inference.counts, **self.inference.waited, **steps}, seconds=time.monotonic())
 
     def update(self, metrics, lines):
         """Called after every iteration, with the metrics of each policy and the lines of an exchange. Reports every

@@ -181,7 +181,7 @@ def test_back_pressure(appo, tmp_path):
                 if me in last:
                     np.testing.assert_array_equal(last[me]["obs"][-1], rollout["obs"][0])
                 last[me] = rollout
-    assert len(last) == pipeline.rows and pipeline.inference.counts["blocks"] > 0.5
+    assert len(last) == pipeline.rows and pipeline.inference.waited["blocks"] > 0.5
 
 
 @pytest.mark.parametrize("name", FILES)

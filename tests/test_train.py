@@ -603,7 +603,7 @@ def reporter(appo, tmp_path, monkeypatch):
     terminal = dict(disable=False, dynamic_ncols=False, ncols=80, file=io.StringIO())
     monkeypatch.setattr(appo, "tqdm", lambda **settings: tqdm(**settings | terminal))
     args = appo.Args(env_id="deadly_corridor")
-    learner = SimpleNamespace(inference=SimpleNamespace(counts=Counter(), episodes=deque()), args=args, global_step=0)
+    learner = SimpleNamespace(inference=SimpleNamespace(counts=Counter(), waited=Counter(), episodes=deque()), args=args, global_step=0)
     reporter = appo.Reporter(args, learner, tmp_path)
     reporter.bar.start_t -= 200
     yield reporter
