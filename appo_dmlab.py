@@ -146,12 +146,13 @@ class Args:
     """dmlab_30, the name of a level (with or without contributed/dmlab30/), or several names separated by commas. All
     tasks get the same number of samples if their number divides --num-envs-per-worker"""
     episode_seconds: float | None = None
-    """time limit in seconds of levels outside DMLab-30, which require it; an episode that ends sooner was terminated"""
+    """time limit in seconds of levels outside DMLab-30, which require it; an episode that ends sooner was terminated.
+    Default: no such level"""
     extended_action_set: bool | None = None
     """use 15 actions (Hessel et al. 2019) instead of IMPALA's 9. Default: only with dmlab_30"""
     dataset_path: str | None = None
     """folder of the data set brady_konkle_oliva2008, which two of the psychlab tasks need, or "dummy" for plain
-    colours"""
+    colours. Default: none"""
     num_maps: int = 10_000
     """number of maps of each level that generates its maps (`generated` in TASKS, and all levels that are not in
     TASKS); all runs draw from the same maps"""
