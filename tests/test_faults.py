@@ -74,7 +74,7 @@ class Odd(gym.Env):
 
     def end_program(self):
         if self.program:
-            self.program.terminate()
+            self.program.send_signal(signal.SIGHUP if self.steps % 2 else signal.SIGTERM)
             self.program.wait(5)  # raises where it cannot be ended
             self.program = None
 
