@@ -1328,7 +1328,8 @@ class Reporter:
 
     def report(self):
         inference = self.learner.inference
-        now = Counter(inference.counts | inference.waited, seconds=time.monotonic(), steps=self.learner.global_step)
+        counts = {**inference.counts, **inference.waited}  # copied at once: the inference thread may add keys
+        now = Counter(counts, seconds=time.monotonic(), steps=self.learner.global_step)
         change = now - self.last
         self.last = now
         seconds = change["seconds"]
