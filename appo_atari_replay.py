@@ -942,13 +942,11 @@ RECORDING = threading.Lock()  # only one thread at a time may record, replay, or
 class Operations(TorchDispatchMode):
     """Logs the operations on tensors and their numeric arguments."""
 
-    def __init__(self):
-        super().__init__()
-        self.noted = []
+    noted = ""
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, int | float)]
-        self.noted.append(f"{operation} {numbers}")
+        self.noted += f"{operation} {numbers}"
         return operation(*args, **(kwargs or {}))
 
 
