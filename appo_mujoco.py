@@ -178,15 +178,6 @@ class Args:
     rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
     initial_stddev: float = 1.0  # initial standard deviation of each action dimension; 1 is half of its range
-    mean_scale: float = 1.0  # EXPERIMENT: factor of the mean
-    mean_tanh: bool = False  # EXPERIMENT: the mean lies within the bounds
-    log_std_lr: float = 1.0  # EXPERIMENT: factor of the learning rate of log_std
-    target_kl: float = 0.0  # EXPERIMENT: the learning rate follows the KL divergence between iterations
-    activation: Literal["Tanh", "ReLU", "SiLU"] = "Tanh"  # EXPERIMENT
-    value_size: int = 0  # EXPERIMENT: units of the value tower, if not hidden_size
-    obs_clip: float = 5.0  # EXPERIMENT
-    lr_floor: float = 0.0  # EXPERIMENT: the learning rate ends at this fraction
-    min_stddev: float = 0.0  # EXPERIMENT: a floor of the standard deviation
 
     def __post_init__(self):
         self.typed = asdict(self)  # saved in cfg.json, without what is derived below: that depends on the machine
@@ -374,9 +365,6 @@ def moments(x):
     return len(x), mean, (x - mean).square_().mean(0)  # much faster on images than x.var(0)
 
 
-CLIP = [5.0]
-
-
 class Normalizer(nn.Module):
     """Normalises every element of an input by its running mean and variance, then clips to +-5, as in Sample Factory
     2."""
@@ -390,7 +378,7 @@ class Normalizer(nn.Module):
         self.register_buffer("std", torch.ones(shape))
 
     def forward(self, x):
-        return (x / self.unit).sub_(self.mean).div_(self.std).clamp_(-CLIP[0], CLIP[0])
+        return (x / self.unit).sub_(self.mean).div_(self.std).clamp_(-5, 5)
 
     @torch.no_grad()
     def update(self, x, valid):
@@ -441,13 +429,13 @@ class PopArt(Normalizer):
         self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
 
 
-def tower(inputs, hidden_size, activation):
-    """Returns a network of two layers from [..., inputs] to [..., hidden_size]."""
+def tower(inputs, hidden_size):
+    """Returns a network of two tanh layers from [..., inputs] to [..., hidden_size]."""
     return nn.Sequential(
         init_layer(nn.Linear(inputs, hidden_size)),
-        getattr(nn, activation)(),
+        nn.Tanh(),
         init_layer(nn.Linear(hidden_size, hidden_size)),
-        getattr(nn, activation)(),
+        nn.Tanh(),
     )
 
 
@@ -467,18 +455,14 @@ class Agent(nn.Module):
         for name, space in spaces.obs.items():
             self.normalizers[name] = Normalizer(space.shape, unit=1.0)
             inputs += space.shape[0]
-        CLIP[0] = args.obs_clip
-        self.args = args
-        value_size = args.value_size or args.hidden_size
-        self.sizes = (args.hidden_size, value_size)
-        self.acting = tower(inputs, args.hidden_size, args.activation)
-        self.valuing = tower(inputs, value_size, args.activation)
+        self.acting = tower(inputs, args.hidden_size)
+        self.valuing = tower(inputs, args.hidden_size)
         self.core = None
         self.state_size = 0
         if args.rnn_type == "gru":
             self.state_size = 2 * args.hidden_size
             self.core = nn.GRUCell(self.state_size, self.state_size)
-        self.critic = PopArt(init_layer(nn.Linear(value_size, 1), gain=1.0))
+        self.critic = PopArt(init_layer(nn.Linear(args.hidden_size, 1), gain=1.0))
         self.policy = init_layer(nn.Linear(args.hidden_size, spaces.numbers), gain=0.01)
         self.log_std = nn.Parameter(torch.full((spaces.numbers,), np.log(args.initial_stddev)))
 
@@ -500,14 +484,9 @@ class Agent(nn.Module):
                 state = self.core(features, state)
                 outputs.append(state)
             x = torch.stack(outputs)
-        acting, valuing = x.split(self.sizes, -1)
-        mean = self.policy(acting) * self.args.mean_scale
-        if self.args.mean_tanh:
-            mean = mean.tanh()
-        log_std = self.log_std
-        if self.args.min_stddev:
-            log_std = log_std.clamp(min=float(np.log(self.args.min_stddev)))
-        gaussians = torch.cat([mean, log_std.expand_as(mean)], -1)
+        acting, valuing = x.chunk(2, -1)
+        mean = self.policy(acting)
+        gaussians = torch.cat([mean, self.log_std.expand_as(mean)], -1)
         return gaussians, self.critic(valuing), state
 
 
@@ -1072,9 +1051,7 @@ class Learner:
         self.inference = inference
         self.agent = inference.agent
         self.device = inference.device
-        rest = [p for p in self.agent.parameters() if p is not self.agent.log_std]
-        self.optimizer = torch.optim.Adam([dict(params=rest), dict(params=[self.agent.log_std])], args.learning_rate, eps=1e-6, fused=True)
-        self.rate = args.learning_rate
+        self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
         if args.cuda_graphs:
             self.differentiate = recorded(self.differentiate, self.device)
         self.global_step = 0  # number of valid transitions learned from
@@ -1101,11 +1078,8 @@ class Learner:
         lags = (self.inference.version - rollouts.versions[:, slots])[valid]
         learning_rate = args.learning_rate
         if args.anneal_lr:
-            learning_rate *= max(args.lr_floor, 1 - self.global_step / args.total_timesteps)
-        if args.target_kl:
-            learning_rate = self.rate
+            learning_rate *= 1 - self.global_step / args.total_timesteps
         self.optimizer.param_groups[0]["lr"] = learning_rate
-        self.optimizer.param_groups[1]["lr"] = learning_rate * args.log_std_lr
         num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
         for epoch in range(args.num_epochs):
             dealt = slots[torch.randperm(len(slots)).numpy()]
@@ -1113,12 +1087,6 @@ class Learner:
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
-        if args.target_kl:
-            target = args.target_kl * max(args.lr_floor, 1 - self.global_step / args.total_timesteps if args.anneal_lr else 1)
-            if metrics["losses/kl"] > 2 * target:
-                self.rate = max(1e-5, self.rate / 1.2)
-            elif metrics["losses/kl"] < target / 2:
-                self.rate = min(1e-2, self.rate * 1.2)
         self.inference.learner_pipe.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
         return metrics | {
             "charts/learning_rate": learning_rate,
@@ -1192,7 +1160,7 @@ class Learner:
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
     SIGNALS.append(signal.SIGHUP)
-AT_LEAST = dict(num_workers=0, seed=0, initial_stddev=1e-3, value_size=0)  # otherwise 1 for integers, 0 for floats
+AT_LEAST = dict(num_workers=0, seed=0, initial_stddev=1e-3)  # otherwise 1 for integers, 0 for floats
 FIXED = ("env_id", "rnn_type", "hidden_size")  # a resumed run must have the same
 
 
