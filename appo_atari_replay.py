@@ -1428,14 +1428,14 @@ def check(args: Args):
         if isinstance(value, int | float) and not value >= least:  # also rejects NaN
             raise UserError(f"--{name.replace('_', '-')} {value} is out of range: at least {least}")
     if not 0 <= args.sticky_actions <= 1:
-        raise UserError(f"--sticky-actions {args.sticky_actions} is out of range: it is a probability")
+        raise UserError(f"--sticky-actions {args.sticky_actions} is out of range: 0 to 1")
     if not args.replay_share < 1:
         raise UserError(f"--replay-share {args.replay_share} is out of range: some samples must be fresh")
     count = replayed_per_iteration(args)
     if args.replay_share and not 0 < count <= args.replay_rollouts:
         raise UserError(
-            f"--replay-share {args.replay_share} makes {count} replayed rollouts an iteration: some are needed, and no "
-            f"more than --replay-rollouts {args.replay_rollouts}"
+            f"--replay-share {args.replay_share} makes {count} replayed rollouts per iteration: at least 1 is needed, "
+            f"at most --replay-rollouts {args.replay_rollouts}"
         )
     try:
         torch.zeros(1, device=args.device)
@@ -1601,7 +1601,7 @@ def read_checkpoint(folder: Path):
             return torch.load(path, map_location="cpu", weights_only=True)
         print(f"warning: {path} cannot be read")
     if paths:  # a new run would eventually delete them
-        raise UserError(f"no checkpoint in {folder} can be read: move them away to start anew")
+        raise UserError(f"no checkpoint in {folder} can be read: move them away to start over")
 
 
 def load_checkpoint(folder: Path, learner: Learner):
@@ -1617,7 +1617,7 @@ def load_checkpoint(folder: Path, learner: Learner):
         learner.best_return = content["best_return"]
     except Exception as error:  # of any type, often with many lines
         what = " ".join(str(error).split()).split(". ")[0]
-        raise UserError(f"the latest checkpoint in {folder} is of another network, or damaged: {what}") from None
+        raise UserError(f"the latest checkpoint in {folder} belongs to another network or is damaged: {what}") from None
 
 
 class Reporter:
@@ -1758,7 +1758,7 @@ def saved_args(folder: Path) -> Args:
         return Args(**cfg["args"])
     except (ValueError, LookupError, TypeError, TypeCheckError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is damaged, or of another version of this file: {reason}") from None
+        raise UserError(f"{path} is damaged or was written by another version of this file: {reason}") from None
 
 
 def parse_args() -> tuple[Args, Path]:

@@ -430,7 +430,7 @@ class LevelCache:
             shutil.copyfile(pk3_path, temporary)
             os.replace(temporary, self.folder / f"{key}.pk3")
         except OSError as error:
-            print(f"a map was not saved in {self.folder} ({error}); the run goes on without", file=sys.stderr)
+            print(f"could not save a map in {self.folder} ({error}); continuing without it", file=sys.stderr)
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
@@ -1777,7 +1777,7 @@ def read_checkpoint(folder: Path):
             return torch.load(path, map_location="cpu", weights_only=True)
         print(f"warning: {path} cannot be read")
     if paths:  # a new run would eventually delete them
-        raise UserError(f"no checkpoint in {folder} can be read: move them away to start anew")
+        raise UserError(f"no checkpoint in {folder} can be read: move them away to start over")
 
 
 def load_checkpoint(folder: Path, learner: Learner):
@@ -1793,7 +1793,7 @@ def load_checkpoint(folder: Path, learner: Learner):
         learner.best_return = content["best_return"]
     except Exception as error:  # of any type, often with many lines
         what = " ".join(str(error).split()).split(". ")[0]
-        raise UserError(f"the latest checkpoint in {folder} is of another network, or damaged: {what}") from None
+        raise UserError(f"the latest checkpoint in {folder} belongs to another network or is damaged: {what}") from None
 
 
 class Reporter:
@@ -1939,7 +1939,7 @@ def saved_args(folder: Path) -> Args:
         return Args(**cfg["args"])
     except (ValueError, LookupError, TypeError, TypeCheckError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is damaged, or of another version of this file: {reason}") from None
+        raise UserError(f"{path} is damaged or was written by another version of this file: {reason}") from None
 
 
 def parse_args() -> tuple[Args, Path]:

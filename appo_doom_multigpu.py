@@ -397,7 +397,7 @@ def launcher():
     the engine's folder first (engines that create it at the same time crash), ignores the signals of batch systems, and
     lets the kernel kill the engine when the thread that started it ends. Raises UserError."""
     if not shutil.which("setpriv"):
-        raise UserError("setpriv is missing, with which engines end when we do: install util-linux 2.33 or newer")
+        raise UserError("setpriv, which ends an engine with its actor, is missing: install util-linux 2.33")
     folder = shlex.quote(tempfile.gettempdir())
     engine = shlex.quote(f"{Path(vizdoom.__file__).parent}/vizdoom")
     # Does not start the engine if its parent died before the kernel was told to watch it.
@@ -482,13 +482,13 @@ class DoomEnv(gym.Env):
         except Exception as error:
             raise UserError(f"--cfg-path {cfg_path}: {error}") from None
         if not understood:  # the engine printed why, and would ignore that line
-            raise UserError(f"--cfg-path {cfg_path}: ViZDoom ignores a line of it, see its warning above")
+            raise UserError(f"--cfg-path {cfg_path}: ViZDoom ignored a line; see its warning above")
         if variables := self.game.get_available_game_variables():
             names = ", ".join(variable.name for variable in variables)
             gym.logger.warn(f"{cfg_path}: these variables are not observed: {names}")
         buttons = sorted(self.game.get_available_buttons(), key=vizdoom.is_delta_button)
         if not buttons:
-            raise UserError(f"--cfg-path {cfg_path} names no available_buttons")
+            raise UserError(f"--cfg-path {cfg_path} has no available_buttons")
         self.game.set_available_buttons(buttons)
         deltas = sum(map(vizdoom.is_delta_button, buttons))
         binary = len(buttons) - deltas
@@ -1758,7 +1758,7 @@ def read_checkpoint(folder: Path):
             return torch.load(path, map_location="cpu", weights_only=True)
         print(f"warning: {path} cannot be read")
     if paths:  # a new run would eventually delete them
-        raise UserError(f"no checkpoint in {folder} can be read: move them away to start anew")
+        raise UserError(f"no checkpoint in {folder} can be read: move them away to start over")
 
 
 def load_checkpoint(folder: Path, learner: Learner):
@@ -1774,7 +1774,7 @@ def load_checkpoint(folder: Path, learner: Learner):
         learner.best_return = content["best_return"]
     except Exception as error:  # of any type, often with many lines
         what = " ".join(str(error).split()).split(". ")[0]
-        raise UserError(f"the latest checkpoint in {folder} is of another network, or damaged: {what}") from None
+        raise UserError(f"the latest checkpoint in {folder} belongs to another network or is damaged: {what}") from None
 
 
 class Reporter:
@@ -1939,7 +1939,7 @@ def saved_args(folder: Path) -> Args:
         return Args(**cfg["args"])
     except (ValueError, LookupError, TypeError, TypeCheckError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is damaged, or of another version of this file: {reason}") from None
+        raise UserError(f"{path} is damaged or was written by another version of this file: {reason}") from None
 
 
 @from_first_rank
@@ -1951,7 +1951,7 @@ def parse_args() -> tuple[Args, Path]:
     if args.experiment is None:
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
             raise UserError(
-                "torchrun --max-restarts can only go on with a run that has a name: give it an --experiment"
+                "torchrun --max-restarts needs --experiment, the name of the run to resume"
             )
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         args.experiment = args.typed["experiment"] = re.sub("[/:]", "-", name)
@@ -1961,7 +1961,7 @@ def parse_args() -> tuple[Args, Path]:
     if (folder / "cfg.json").exists():  # keep its flags, except those typed now
         saved = saved_args(folder)
         if saved.cfg_path and args.cfg_path != saved.cfg_path:  # a run's folder must not decide which code runs
-            raise UserError(f"type --cfg-path {saved.cfg_path} again: a scenario is a program")
+            raise UserError(f"type --cfg-path {saved.cfg_path} again: a scenario contains code")
         saved.typed |= dict(train_dir=args.train_dir, experiment=args.experiment)  # its present location
         vars(saved).update(saved.typed)  # otherwise tyro would treat derived values as typed
         args = tyro.cli(Args, args=words, default=saved)

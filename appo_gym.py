@@ -1201,7 +1201,7 @@ def running(inference: Inference):
         for worker, actor in enumerate(actors):
             actor.join(max(0.0, deadline - time.monotonic()))
             if actor.is_alive():
-                print(f"worker {worker} has not ended within 5 s: its environments are slow or stuck")
+                print(f"worker {worker} did not end within 5 s: its environments are slow or stuck")
             if args.num_workers:
                 actor.kill()
                 with contextlib.suppress(OSError):  # it no longer exists
@@ -1241,7 +1241,7 @@ def load_checkpoint(folder: Path, learner: Learner):
     except Exception as error:  # of any type, often with many lines
         what = " ".join(str(error).split()).split(". ")[0]
         raise UserError(
-            f"{folder}/latest.pth is damaged, or of another network; move it away to start anew ({what})"
+            f"{folder}/latest.pth is damaged or belongs to another network; move it away to start over ({what})"
         ) from None
 
 
@@ -1374,7 +1374,7 @@ def saved_args(folder: Path) -> Args:
         return Args(**cfg["args"])
     except (ValueError, LookupError, TypeError, TypeCheckError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is damaged, or of another version of this file: {reason}") from None
+        raise UserError(f"{path} is damaged or was written by another version of this file: {reason}") from None
 
 
 def parse_args() -> tuple[Args, Path]:

@@ -309,7 +309,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     if options:
         os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a display
         if args.env_id in TASKS - gym.registry.keys():
-            raise UserError(f"--env-id {args.env_id}: EnvPool cannot draw it, and Gymnasium does not have it")
+            raise UserError(f"--env-id {args.env_id}: EnvPool cannot render it, and Gymnasium does not have it")
 
     def make() -> gym.Env:
         return NamedArrays(gym.make(args.env_id, **options))
@@ -1248,7 +1248,7 @@ def running(inference: Inference):
         for worker, actor in enumerate(actors):
             actor.join(max(0.0, deadline - time.monotonic()))
             if actor.is_alive():
-                print(f"worker {worker} has not ended within 5 s: its environments are slow or stuck")
+                print(f"worker {worker} did not end within 5 s: its environments are slow or stuck")
             if args.num_workers:
                 actor.kill()
                 with contextlib.suppress(OSError):  # it no longer exists
@@ -1288,7 +1288,7 @@ def load_checkpoint(folder: Path, learner: Learner):
     except Exception as error:  # of any type, often with many lines
         what = " ".join(str(error).split()).split(". ")[0]
         raise UserError(
-            f"{folder}/latest.pth is damaged, or of another network; move it away to start anew ({what})"
+            f"{folder}/latest.pth is damaged or belongs to another network; move it away to start over ({what})"
         ) from None
 
 
@@ -1421,7 +1421,7 @@ def saved_args(folder: Path) -> Args:
         return Args(**cfg["args"])
     except (ValueError, LookupError, TypeError, TypeCheckError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is damaged, or of another version of this file: {reason}") from None
+        raise UserError(f"{path} is damaged or was written by another version of this file: {reason}") from None
 
 
 def parse_args() -> tuple[Args, Path]:

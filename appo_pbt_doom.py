@@ -21,8 +21,8 @@
 
 This file is an edit of appo_doom.py. What differs:
 
-- Several policies train in one process. Each has an acting copy with rollouts (`Policy`), a `Learner` and its own
-  report. Rows, blocks, iterations and steps are counted per policy. A checkpoint contains all policies.
+- Several policies train in one process. Each has an acting copy with rollouts (`PolicyInference`), a `Learner` and its
+  own report. Rows, blocks, iterations and steps are counted per policy. A checkpoint contains all policies.
 - With `--device cuda`, policy p uses GPU p modulo the number of GPUs. The learners of a device share one thread and
   take turns.
 - Games have PettingZoo's parallel API (`make_game`). A Doom game, alone or as a match of several engines (`DoomMatch`),
@@ -405,7 +405,7 @@ def launcher():
     the engine's folder first (engines that create it at the same time crash), ignores the signals of batch systems, and
     lets the kernel kill the engine when the thread that started it ends. Raises UserError."""
     if not shutil.which("setpriv"):
-        raise UserError("setpriv is missing, with which engines end when we do: install util-linux 2.33 or newer")
+        raise UserError("setpriv, which ends an engine with its actor, is missing: install util-linux 2.33")
     folder = shlex.quote(tempfile.gettempdir())
     engine = shlex.quote(f"{Path(vizdoom.__file__).parent}/vizdoom")
     # Does not start the engine if its parent died before the kernel was told to watch it. Discards output, because the
@@ -502,13 +502,13 @@ class DoomEnv(gym.Env):
         except Exception as error:
             raise UserError(f"--cfg-path {cfg_path}: {error}") from None
         if not understood:  # the engine printed why, and would ignore that line
-            raise UserError(f"--cfg-path {cfg_path}: ViZDoom ignores a line of it, see its warning above")
+            raise UserError(f"--cfg-path {cfg_path}: ViZDoom ignored a line; see its warning above")
         if variables := self.game.get_available_game_variables():
             names = ", ".join(variable.name for variable in variables)
             gym.logger.warn(f"{cfg_path}: these variables are not observed: {names}")
         buttons = sorted(self.game.get_available_buttons(), key=vizdoom.is_delta_button)
         if not buttons:
-            raise UserError(f"--cfg-path {cfg_path} names no available_buttons")
+            raise UserError(f"--cfg-path {cfg_path} has no available_buttons")
         self.game.set_available_buttons(buttons)
         deltas = sum(map(vizdoom.is_delta_button, buttons))
         binary = len(buttons) - deltas
@@ -1078,9 +1078,9 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     device.
 
     To add a loss, compute it per sample [T, B], average it with `mean` and add it to `loss`. If it needs a value from
-    acting time, add a field to `Rollouts` and write it in `Policy.choose`. If that value comes from an agent's `info`,
-    also add a field to `Mailbox`, write it in `WorkerEnvs.write` and copy it in `Policy.store` (at t - 1 if it is an
-    outcome of the step, like the reward)."""
+    acting time, add a field to `Rollouts` and write it in `PolicyInference.choose`. If that value comes from an agent's
+    `info`, also add a field to `Mailbox`, write it in `WorkerEnvs.write` and copy it in `PolicyInference.store` (at t -
+    1 if it is an outcome of the step, like the reward)."""
     valid = (~batch.first[1:]).float()
     used = valid * ~batch.inactive[:-1] * (batch.lags < args.max_policy_lag)
     logits, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
@@ -1227,13 +1227,13 @@ class Rollouts:
     `collect`, -> FREE in `train`, which returns it, and `Inference.receive`."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device, written by `Policy.store_obs` (obs), `Inference.serve` (rnn_state) and `choose` (the others)
+        # on the device, written by `Inference.serve` (rnn_state), and by PolicyInference: `store_obs` (obs), `choose`
         self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
         self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
         self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
         self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
         self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
-        # on the host, written by `Policy.store`, versions by `act`
+        # on the host, written by `store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
         self.terminated = np.zeros((T, slots), bool)
@@ -1479,7 +1479,7 @@ def recorded(function, device):
     return call
 
 
-class Policy:
+class PolicyInference:
     """Acts for one policy, and holds the recurrent states, the rollouts and the last episodes of its rows.
 
     It acts with a copy of the learner's network. Whoever acts with the copy or overwrites it holds the lock until the
@@ -1599,7 +1599,7 @@ class Inference:
         for agent in agents:
             first = len(self.policies) * num_rows(args)
             part = self.shared_mailbox.share(slice(first, first + num_rows(args)))
-            self.policies.append(Policy(args, spaces, agent, part, self.filling, self.t))
+            self.policies.append(PolicyInference(args, spaces, agent, part, self.filling, self.t))
         self.full = queue.SimpleQueue()  # blocks to the learners
         self.error = None  # the error, or KeyboardInterrupt, that ends the run
         self.returned, self.learner_pipe = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
@@ -1743,12 +1743,12 @@ def collect(inference: Inference) -> list[slice]:
 class Learner:
     """Takes one policy's slots in the blocks of one iteration at a time and improves the policy."""
 
-    def __init__(self, args: Args, number: int, agent: Agent, policy: Policy):
+    def __init__(self, args: Args, number: int, agent: Agent, inference: PolicyInference):
         self.args = copy.copy(args)  # with its own values of the flags in TUNED
         self.number = number
         self.agent = agent
-        self.policy = policy
-        self.device = policy.device
+        self.inference = inference
+        self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
         self.global_step = 0  # number of valid transitions received, including those that are too old
         self.version = 0  # of the policy at the start of the current iteration
@@ -1757,10 +1757,10 @@ class Learner:
         """Learns from the policy's slots in the blocks of an iteration, which stay LEARNING until all policies have
         made their last optimizer step. Returns the metrics of this policy's last step."""
         args = self.args
-        rollouts = self.policy.rollouts
+        rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots] & ~rollouts.inactive[:-1, slots]
-        self.version = self.policy.version
+        self.version = self.inference.version
         lags = (self.version - rollouts.versions[:, slots])[valid]
         learning_rate = args.learning_rate
         if args.anneal_lr:
@@ -1789,7 +1789,7 @@ class Learner:
                 return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
             return field.index_select(1, d_slots)
 
-        return SimpleNamespace(**map_leaves(take, vars(self.policy.rollouts)))
+        return SimpleNamespace(**map_leaves(take, vars(self.inference.rollouts)))
 
     def differentiate(self, batch: dict):
         """The device's part of `update` before the optimizer step: the loss and its clipped gradient. Returns the
@@ -1806,7 +1806,7 @@ class Learner:
         batch.lags = self.version - batch.versions
         for field in (batch.logprobs, batch.values):  # unused if too old, and not finite if a network failed
             field.masked_fill_(batch.lags >= self.args.max_policy_lag, 0.0)
-        batch.rnn_state.nan_to_num_()  # as in `Policy.choose`
+        batch.rnn_state.nan_to_num_()  # as in `PolicyInference.choose`
         metrics, checked = self.differentiate(vars(batch))
         loss, grad_norm = checked.tolist()
         # This check waits for the device, so nothing broken is published or saved, and inference never waits at the
@@ -1816,7 +1816,7 @@ class Learner:
                 f"the loss ({loss}) or its gradient is not finite: check observations and rewards, "
                 "or try a lower --learning-rate or --max-grad-norm"
             )
-        begun = self.policy.version > 0  # the first batch only initialises the input statistics
+        begun = self.inference.version > 0  # the first batch only initialises the input statistics
         if last_epoch or not begun:  # count each rollout once (in the first of several epochs, twice)
             valid = ~batch.first[1:] & ~batch.inactive[:-1]
             start = int(torch.randint(min(4, len(valid)), ()))  # every fourth step is enough: neighbours hardly differ
@@ -1824,7 +1824,7 @@ class Learner:
                 normalizer.update(batch.obs[name][start:-1:4], valid[start::4])
         if begun and grad_norm:  # 0 if no sample could be used
             self.optimizer.step()
-        self.policy.publish(self.policy.version + 1)
+        self.inference.publish(self.inference.version + 1)
         return metrics
 
     def become(self, donor: "Learner"):
@@ -1833,8 +1833,8 @@ class Learner:
         end."""
         self.agent.load_state_dict(donor.agent.state_dict())
         self.optimizer.load_state_dict(copy.deepcopy(donor.optimizer.state_dict()))
-        self.policy.episodes.extend(donor.policy.episodes.copy())  # the results of these weights
-        self.policy.publish(self.policy.version + self.args.max_policy_lag)
+        self.inference.episodes.extend(donor.inference.episodes.copy())  # the results of these weights
+        self.inference.publish(self.inference.version + self.args.max_policy_lag)
 
 
 # === Population =======================================================================================================
@@ -1860,7 +1860,7 @@ class Population:
         for name in TUNED:
             setattr(learner.args, name, genes[name])
         shaping = [genes[name] for name in shaping_of(self.args)]
-        learner.policy.mailbox.shaping[:] = shaping  # actors read it when an episode begins
+        learner.inference.mailbox.shaping[:] = shaping  # actors read it when an episode begins
         if self.args.cuda_graphs:
             learner.agent.recorded = True
             vars(learner).pop("differentiate", None)  # the recording has the old values baked in
@@ -1882,7 +1882,7 @@ class Population:
     def objective(self, learner: Learner) -> float:
         """Returns the mean objective of its last episodes, at most 100, or -inf if none has ended."""
         column = EPISODE.index(self.args.pbt_target_objective)
-        return float(np.mean([episode[column] for episode in learner.policy.episodes.copy()] or -np.inf))
+        return float(np.mean([episode[column] for episode in learner.inference.episodes.copy()] or -np.inf))
 
     def replace(self, learner: Learner, donor: Learner):
         """Makes a policy a mutated copy of the donor, or an exact one if it is policy 0, which never mutates."""
@@ -1899,7 +1899,7 @@ class Population:
         step = min(learner.global_step for learner in learners)
         if step < max(args.pbt_start_mutation, self.exchanged + args.pbt_period_env_steps):
             return []
-        ended = [len(learner.policy.episodes) for learner in learners]
+        ended = [len(learner.inference.episodes) for learner in learners]
         if min(ended) < 100:
             if not self.told:
                 tqdm.write(f"the exchange of policies waits until each has 100 episodes; they have {ended}")
@@ -2149,7 +2149,7 @@ def save_checkpoint(folder: Path, population: Population):
     learners = population.learners
     names = [f"checkpoint_{mean_step(learners):012d}.pth"]
     best_objective = population.best_objective
-    if all(len(learner.policy.episodes) == 100 for learner in learners):
+    if all(len(learner.inference.episodes) == 100 for learner in learners):
         objective = (max if args.seats == 1 else np.mean)([population.objective(learner) for learner in learners])
         if objective > best_objective:
             best_objective = float(objective)
@@ -2157,7 +2157,7 @@ def save_checkpoint(folder: Path, population: Population):
     policies = []
     for learner in learners:
         own = dict(agent=learner.agent.state_dict(), optimizer=learner.optimizer.state_dict(), genes=learner.genes)
-        policies.append(own | dict(version=learner.policy.version, global_step=learner.global_step))
+        policies.append(own | dict(version=learner.inference.version, global_step=learner.global_step))
     content = dict(
         policies=policies,
         exchanged=population.exchanged,
@@ -2184,7 +2184,7 @@ def read_checkpoint(folder: Path):
             return torch.load(path, map_location="cpu", weights_only=True)
         print(f"warning: {path} cannot be read")
     if paths:  # a new run would eventually delete them
-        raise UserError(f"no checkpoint in {folder} can be read: move them away to start anew")
+        raise UserError(f"no checkpoint in {folder} can be read: move them away to start over")
 
 
 def load_checkpoint(folder: Path, population: Population):
@@ -2196,7 +2196,7 @@ def load_checkpoint(folder: Path, population: Population):
         for learner, saved in zip(population.learners, content["policies"]):
             learner.agent.load_state_dict(saved["agent"])
             learner.optimizer.load_state_dict(saved["optimizer"])
-            learner.policy.publish(saved["version"])
+            learner.inference.publish(saved["version"])
             learner.global_step = saved["global_step"]
             typed = population.defaults.items() - content["defaults"].items()  # flags typed now apply to all policies
             population.give(learner, saved["genes"] | dict(typed))
@@ -2204,7 +2204,7 @@ def load_checkpoint(folder: Path, population: Population):
         population.best_objective = content["best_objective"]
     except Exception as error:  # of any type, often with many lines
         what = " ".join(str(error).split()).split(". ")[0]
-        raise UserError(f"the latest checkpoint in {folder} is of another network, or damaged: {what}") from None
+        raise UserError(f"the latest checkpoint in {folder} belongs to another network or is damaged: {what}") from None
 
 
 class Reporter:
@@ -2275,7 +2275,7 @@ class Reporter:
                 "stats/inference_blocked": change["blocks"] / seconds,  # or has requests but no FREE block
                 "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
             }
-            if episodes := learner.policy.episodes.copy():
+            if episodes := learner.inference.episodes.copy():
                 scalars |= zip((f"charts/{name}" for name in EPISODE), np.mean(episodes, axis=0).tolist())
             scores.append(f"{scalars.get(f'charts/{self.args.pbt_target_objective}', np.nan):.2f}")
             for tag, value in scalars.items():
@@ -2405,7 +2405,7 @@ def saved_args(folder: Path) -> Args:
         return Args(**cfg["args"])
     except (ValueError, LookupError, TypeError, TypeCheckError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is damaged, or of another version of this file: {reason}") from None
+        raise UserError(f"{path} is damaged or was written by another version of this file: {reason}") from None
 
 
 def parse_args() -> tuple[Args, Path]:
@@ -2423,7 +2423,7 @@ def parse_args() -> tuple[Args, Path]:
     if (folder / "cfg.json").exists():  # keep its flags, except those typed now
         saved = saved_args(folder)
         if saved.cfg_path and args.cfg_path != saved.cfg_path:  # a run's folder must not decide which code runs
-            raise UserError(f"type --cfg-path {saved.cfg_path} again: a scenario is a program")
+            raise UserError(f"type --cfg-path {saved.cfg_path} again: a scenario contains code")
         if not is_doom(saved) and args.env_id != saved.env_id:
             raise UserError(f"type --env-id {saved.env_id} again: it is a module")
         saved.typed |= dict(train_dir=args.train_dir, experiment=args.experiment)  # its present location

@@ -116,10 +116,10 @@ def carry(since: str | None) -> bool:
             else:
                 carried.pop(file, None)
         if conflicts(new):
-            print(f"{file}: not touched, because {base} has conflicts")
+            print(f"{file}: left unchanged, because {base} has conflicts")
             left = True
         elif conflicts(text):
-            left |= report(file, "not touched", text)
+            left |= report(file, "left unchanged", text)
         else:
             old = carried.get(file, new)
             if file not in carried and git("ls-tree", carried["since"], file):  # new: an edit of today's base
@@ -140,7 +140,7 @@ def copied(path: Path, text: str, of: str | None) -> tuple[str, str]:
     does not know it, of the most similar version."""
     line = ID.search(text)
     if not (line or of):
-        refuse(f"{path} has no line `# appo_doom.py $Id$` that says what it is a copy of; add --of appo_doom.py")
+        refuse(f"{path} has no line `# appo_doom.py $Id$` that names the file it was copied from; add --of appo_doom.py")
     name = of or line[1]
     # In a fork, if .gitattributes has a pattern that matches the copy's name, git writes the copy's own version there
     if line and line[1] == name and line[2]:
@@ -172,7 +172,7 @@ def into_copy(path: Path, variant: str | None, of: str | None) -> bool:
         new, blob = git("show", f"HEAD:./{name}"), git("rev-parse", f"HEAD:./{name}").strip()
         added, line, labels = "updated", f"# {name} $Id: {blob} $\n", (f"{name} as it was copied", f"{name} now")
     elif variant not in EDIT_OF:
-        refuse(f"{variant} is none of {', '.join(EDIT_OF)}")
+        refuse(f"{variant} is not one of {', '.join(EDIT_OF)}")
     else:
         name, base, line = variant, EDIT_OF[variant], ID.search(text)
         old, new = git("show", f"HEAD:./{base}"), git("show", f"HEAD:./{name}")
@@ -219,8 +219,9 @@ def pieces(text: str, name: str = "") -> dict[str, list[str]]:
 
 
 def table(texts: dict[str, str]) -> str:
-    """Returns the text of tests/agreement.txt; its first lines explain the columns."""
-    parts, rows = {file: pieces(texts[file], file) for file in (BASE, *EDIT_OF) if file in texts}, []
+    """Returns the text of tests/agreement.txt; its first lines explain the columns. A class that only one of two files
+    has is one row."""
+    parts, rows = {file: pieces(texts[file], file) for file in (BASE, *EDIT_OF) if file in texts}, {}
     for index, file in enumerate(parts):
         base = base if (base := EDIT_OF.get(file)) in parts else file
         for piece in sorted(parts[file].keys() | parts[base].keys()):
@@ -229,13 +230,18 @@ def table(texts: dict[str, str]) -> str:
             changes = list(difflib.unified_diff(there, here, n=0, lineterm=""))[2:]
             lost, gained = ([line for line in changes if line[0] == sign] for sign in "-+")
             checksum = f"{zlib.crc32(chr(10).join(lost).encode()) & 0xFFFF:04x}" if lost and here else "-"
+            whole = piece.split(".")[0]
+            name = piece if whole in parts[file] and whole in parts[other] else whole
             if changes:
-                rows.append(f"{file:23}{other:23}{len(lost):4}{len(gained):5}  {checksum:5} {piece}\n")
-    head = f"""# Written by `python carry.py`. Other: the base, or the first file with a piece that the base has not.
+                before = rows.get((file, other, name), (0, 0))
+                rows[file, other, name] = before[0] + len(lost), before[1] + len(gained), checksum
+    text = f"""# Written by `python carry.py`. Other: the base, or the first file with a piece that the base has not.
 # -: lines that only the other has; +: lines that only the file has; sum: checksum of the former in a piece of both.
 {"# file":23}{"other":23}   -    +  sum   piece
 """
-    return head + "".join(rows)
+    for (file, other, name), (lost, gained, checksum) in rows.items():
+        text += f"{file:23}{other:23}{lost:4}{gained:5}  {checksum:5} {name}\n"
+    return text
 
 
 def main() -> int:

@@ -78,13 +78,13 @@ def variant(options: Options):
     for name in ("num_workers", "num_envs_per_worker", "windows"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            sys.exit(f"error: --{name.replace('_', '-')} {value}: there must be at least one")
+            sys.exit(f"error: --{name.replace('_', '-')} {value} is out of range: at least 1")
     if options.null and options.sweep:
-        sys.exit("error: --null measures 2 to 72 workers and has no --sweep")
+        sys.exit("error: --null measures 2 to 72 workers; it cannot be combined with --sweep")
     if options.null and options.family in ("mujoco", "pbt_doom"):
         sys.exit("error: --null is for one policy with discrete actions: --family doom, atari or dmlab")
     if options.out and not options.out.parent.is_dir():
-        sys.exit(f"error: there is no folder {options.out.parent}")
+        sys.exit(f"error: no such folder: {options.out.parent}")
     appo = importlib.import_module(f"appo_{options.family}")
     env_id = options.env_id or dict(doom="benchmark", pbt_doom="duel").get(options.family, appo.Args.env_id)
     workers = options.num_workers or len(os.sched_getaffinity(0))
@@ -237,7 +237,7 @@ def ceiling(options: Options, appo, args, count: int) -> dict:
 
     def check() -> None:
         if multiprocessing.connection.wait([process.sentinel for process in processes], timeout=0):
-            raise SystemExit("error: a worker has ended; its traceback is above")
+            raise SystemExit("error: a worker died; its traceback is above")
 
     try:
         for worker in range(args.num_workers):

@@ -88,7 +88,7 @@ def read_cfg(folder: Path) -> tuple[str, dict]:
         cfg = json.loads(path.read_text())
         return Path(cfg["file"]).name, cfg["args"] | {}
     except Exception as error:  # damaged content may raise any type
-        raise UserError(f"{path} is damaged, or does not hold the settings of a run ({error!r})") from None
+        raise UserError(f"{path} is damaged or is not a run's cfg.json ({error!r})") from None
 
 
 def read_checkpoint(folder: Path, kind: str, policy: int) -> tuple[Path, dict, int]:
@@ -105,7 +105,7 @@ def read_checkpoint(folder: Path, kind: str, policy: int) -> tuple[Path, dict, i
             damaged = damaged or f"{path} is damaged, or no checkpoint of a run"
             continue
         if damaged:
-            print(f"warning: {damaged}; {path} is played")
+            print(f"warning: {damaged}; playing {path}")
         return found
     alone = " (some files keep the latest alone)" if kind == "best" else ""
     raise UserError(damaged or f"{folder} has no {kind} checkpoint{alone}")
@@ -118,7 +118,7 @@ def find_file(folder: Path, file: Path | None) -> Path:
         if path.is_file() and (file or folder.resolve() not in path.resolve().parents):  # a run's folder is data
             print(f"by {path.resolve()}")
             return path.resolve()
-    raise UserError(f"{file or name} is not there, which trained the run; say where it is with --file PATH")
+    raise UserError(f"{file or name}, which trained the run, was not found: give its path with --file")
 
 
 def load(path: Path):
@@ -137,7 +137,7 @@ def check_code_named(saved, typed) -> None:
     name = "cfg_path" if scenario else "env_id"
     if (scenario or ":" in saved.env_id or "." in saved.env_id) and name not in typed:
         flag = f"--{name.replace('_', '-')} {shlex.quote(scenario or saved.env_id)}"
-        raise UserError(f"say {flag} (in load_agent {name}): it names code, which is run")
+        raise UserError(f"type {flag} again (load_agent: {name}), because it names code to run")
 
 
 def load_agent(
@@ -197,7 +197,7 @@ class Drawing:
         if not options.save_video and not options.watch:
             return
         if not isinstance(self.fps, int | float):
-            raise UserError(f"{name} has render_fps {self.fps!r}, which is no number")
+            raise UserError(f"{name} has render_fps {self.fps!r}, which is not a number")
         height, width, _ = self.picture().shape
         if options.save_video:
             import imageio.v2 as imageio
@@ -229,10 +229,10 @@ class Drawing:
         if getattr(picture, "ndim", 0) == 2:
             picture = np.stack([picture] * 3, -1)
         if getattr(picture, "ndim", 0) != 3:
-            raise UserError(f"{self.name} cannot draw itself: {problem}")
+            raise UserError(f"{self.name} cannot be rendered: {problem}")
         picture = np.broadcast_to(picture, (*picture.shape[:2], 3))
         if self.last is not None and picture.shape != self.last.shape:
-            raise UserError(f"{self.name} draws pictures of different sizes, {self.last.shape[:2]} and {picture.shape[:2]}")
+            raise UserError(f"{self.name} renders frames of different sizes, {self.last.shape[:2]} and {picture.shape[:2]}")
         self.last = picture
         return picture
 
@@ -281,7 +281,7 @@ def drawn_envs(module, args, count: int):
     except TypeError as error:
         if "render_mode" not in str(error):
             raise
-        raise UserError(f"{args.env_id} cannot draw itself: it takes no render_mode") from None
+        raise UserError(f"{args.env_id} cannot be rendered: it takes no render_mode") from None
 
 
 class Games:
@@ -342,7 +342,7 @@ def play(module, agent, args, options: Options, name: str) -> list[float]:
             if not drawing.step(games.worker.sums[0, 0], arrays.terminated[rows][0]):
                 break
             if lengths.max() > MOST_STEPS:
-                print(f"an episode of {name} has not ended after {MOST_STEPS:,} steps: it is left out, with those after it")
+                print(f"an episode of {name} did not end within {MOST_STEPS:,} steps; it and all later ones are left out")
                 break
             obs = {key: part[rows].to(device)[None] for key, part in games.mailbox.obs.items()}
             outputs, _, state = agent(obs, games.mailbox.first[rows].to(device)[None], state)
@@ -381,16 +381,16 @@ def main() -> int:
     try:
         options, flags = tyro.cli(Options, return_unknown_args=True)
         if options.episodes is not None and options.episodes < 1:
-            raise UserError(f"--episodes {options.episodes} is out of range: 1 to inf")
+            raise UserError(f"--episodes {options.episodes} is out of range: at least 1")
         if options.watch and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"))):
-            raise UserError("--watch needs a screen, and there is none (no DISPLAY, no WAYLAND_DISPLAY); "
-                            "--save-video needs none")  # fmt: skip
+            raise UserError("--watch needs a display (DISPLAY and WAYLAND_DISPLAY are not set); "
+                            "--save-video works without one")  # fmt: skip
         module = load(find_file(options.folder, options.file))
         saved = args_of(module, options.folder)
         check_code_named(saved, {flag[2:].split("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")})
         args = tyro.cli(module.Args, args=flags, default=saved)
         if args.device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"--device {args.device}: PyTorch sees no GPU here; --device cpu plays without")
+            raise UserError(f"--device {args.device}: PyTorch sees no GPU; use --device cpu")
         for name in (f.name for f in fields(args) if getattr(args, f.name) != getattr(saved, f.name)):
             print(f"override: {name} {getattr(saved, name)} -> {getattr(args, name)}")
         several, tasks = hasattr(module, "Population"), hasattr(module, "tasks_of")
@@ -430,7 +430,7 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
     tasks = module.tasks_of(args)
     if unknown := [task for task in chosen if task not in tasks]:
         raise UserError(f"{options.folder} was trained on {trained}, not on {', '.join(unknown)}")
-    print(f"{options.episodes} episodes a task, {options.actions()}, step {step:,}: mean return +- standard deviation")
+    print(f"{options.episodes} episodes per task, {options.actions()}, step {step:,}: mean return +- standard deviation")
     means, scores = [], []
     for task in chosen:
         with tempfile.TemporaryDirectory() as engines:  # apart from the engines of a running training
@@ -443,14 +443,14 @@ def evaluate_tasks(module, args, options: Options) -> list[float]:
         text = f"{known.test or task:40} {means[-1]:8.2f} +- {np.std(returns):6.2f}"
         if task in module.TASKS:
             scores.append(100 * (means[-1] - known.random) / (known.human - known.random))
-            text += f"   {scores[-1]:6.1f} % of people"
+            text += f"   {scores[-1]:6.1f} % of the human score"
         print(text)
         options.save_video = False  # the video shows only the first task
     with contextlib.suppress(OSError):  # removes it only if it is empty
         os.rmdir(maps)
     if len(scores) == len(chosen) > 1:
         capped = np.mean(np.minimum(scores, 100))
-        print(f"mean over tasks: {np.mean(scores):.1f} % of people, each capped at 100: {capped:.1f} %")
+        print(f"mean over tasks: {np.mean(scores):.1f} % of the human score; with tasks capped at 100 %: {capped:.1f} %")
     return means
 
 

@@ -82,7 +82,7 @@ def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tu
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     if len([*folder.glob("policy_*")]) > 1:
-        raise ValueError(f"{folder} has several policies: each of its folders policy_* can be read alone")
+        raise ValueError(f"{folder} has several policies: pass one of its folders policy_*")
     points, args = [], []
     for file in sorted(folder.rglob("events.out.tfevents*")):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
@@ -244,7 +244,7 @@ def main() -> None:
             try:
                 runs[folder.name] = rate_of(folder, unit)
             except ValueError as error:
-                print(f"left out: {error}", file=sys.stderr)
+                print(f"skipped: {error}", file=sys.stderr)
         write_rates(out, runs, unit)
     elif kind == "curves" or "/" in kind:
         write_curves(out, {folder.name: curve_of(folder, kind) for folder in folders})

@@ -72,7 +72,7 @@ def by_name(typed: Sequence[str]) -> dict[str, str]:
     """Returns {name: command}. Exits with a message if a command has no name, or the name of another."""
     commands = dict(command.partition(": ")[::2] for command in typed)
     if len(commands) < len(typed) or not all(commands.values()):
-        sys.exit('error: each command is "NAME: COMMAND", with a name of its own')
+        sys.exit('error: each command must be "NAME: COMMAND", with a name of its own')
     return commands
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     options = tyro.cli(Options)
     commands = by_name(options.commands)
     if options.seconds < 30:
-        sys.exit(f"error: --seconds {options.seconds}: a run needs at least 30 for its rate")
+        sys.exit(f"error: --seconds {options.seconds}: at least 30 are needed to measure a rate")
     about = machine()  # now, since files may be edited during the runs
     rates, names = {name: [] for name in commands}, list(commands)
     for i in range(options.rounds):

@@ -55,7 +55,7 @@ def compile_maps(args: appo.Args, work: list[tuple[int, int]], taken, done) -> N
             with appo.engine_errors(env.name):
                 env.lab.reset(seed=seed)
         except appo.UserError as error:
-            print(f"map {seed} is left out: {error}", file=sys.stderr)
+            print(f"map {seed} is skipped: {error}", file=sys.stderr)
             env.close()
             env = None
             continue
@@ -85,7 +85,7 @@ def fill(args: appo.Args, work: list[tuple[int, int]]) -> int:
                 for process in [process for process in processes if process.exitcode is not None]:
                     processes.remove(process)
                     if process.exitcode:
-                        tqdm.write(f"a process ended (exit code {process.exitcode}), and its map is left out; starting another")
+                        tqdm.write(f"a process died (exit code {process.exitcode}), so its map is skipped; starting another")
                         start()
     finally:
         for process in processes:

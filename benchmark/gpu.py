@@ -284,7 +284,7 @@ def main() -> int:
         print(json.dumps(profile(options, options.profile)))
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("error: PyTorch sees no GPU here; --device cpu tries the script without one")
+        sys.exit("error: PyTorch sees no GPU; --device cpu tries the script without one")
     options.folder.mkdir(parents=True, exist_ok=True)
     end, results = time.monotonic() + 60 * options.minutes - 10, {}
     if options.num_workers is None:

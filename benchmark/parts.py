@@ -313,7 +313,7 @@ def bare(options: Options, args) -> list[float]:
 def with_games(options: Options, appo, args, sampling) -> dict:
     """Measures games in processes of their own and, except for matches, the parts of inference and learner."""
     if options.file != "pbt_doom" and len(appo.spaces_of(args).heads) > 1:
-        sys.exit(f"error: {args.env_id} has several heads of actions; the bare loop presses one button at a time")
+        sys.exit(f"error: {args.env_id} has several action heads; the bare loop presses one button at a time")
     rates, matches = dict(bare=[], dummy=[], random=[]), options.file == "pbt_doom"
     for _ in range(options.repeats):
         for kind, rate in zip(rates, bare(options, args)):

@@ -282,7 +282,7 @@ def combinations(folder: Path) -> None:
         env_id = next((flag for flag in setting.split() if flag.startswith("env-id=")), "")
         panels[env_id][f"{' '.join(setting.replace(env_id, '').split()) or 'default'} ({len(seeds)})"] = seeds
     if not panels:
-        sys.exit(f"error: no run is finished in {folder}")
+        sys.exit(f"error: {folder} has no finished run")
     panels = [(env_id.removeprefix("env-id="), "thousand steps", lines) for env_id, lines in panels.items()]
     curves(folder / "curves.png", "thin: seeds (how many), thick: their mean", min(3, len(panels)), panels, 3)
 

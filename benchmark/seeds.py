@@ -131,7 +131,7 @@ class Run:
             begun = [line[2:] for line in self.output.read_text().splitlines() if line.startswith("$ ")]
             before = before or (begun[-1] if begun else None)
         if before not in (None, " ".join(self.command)):
-            refuse(f"{self.name} is there, made by another command ({before}): choose another --folder")
+            refuse(f"{self.name} already exists, made by another command ({before}): choose another --folder")
 
     def start(self, options: Options, share: int, executor) -> None:
         """Starts the run, or resumes it if it was interrupted: on share number `share` of this machine or, with an executor, on Slurm."""
@@ -267,7 +267,7 @@ def train(command: list[str], options: Options, out: Path) -> int:
                         run.report(error)
                         continue
                     running[share] = run
-                    print(f"{time.strftime('%H:%M')} {run.name} began, {len(waiting)} are waiting", flush=True)
+                    print(f"{time.strftime('%H:%M')} {run.name} started, {len(waiting)} waiting", flush=True)
             time.sleep(0.2)
             for share, run in list(running.items()):
                 if (code := run.process.poll()) is None:
@@ -277,7 +277,7 @@ def train(command: list[str], options: Options, out: Path) -> int:
                     if code:
                         raise ValueError(f"exit code {code}")
                     run.add_curve(out, machine)
-                    print(f"{time.strftime('%H:%M')} {run.name} is done", flush=True)
+                    print(f"{time.strftime('%H:%M')} {run.name} finished", flush=True)
                 except (OSError, ValueError, LookupError) as error:
                     failed += 1
                     run.report(error)
@@ -328,7 +328,7 @@ def main() -> int:
         if not command:
             refuse("no command to run: put it after --")
         if options.parallel < 1:
-            refuse(f"--parallel {options.parallel}: there must be at least one")
+            refuse(f"--parallel {options.parallel} is out of range: at least 1")
         failed = train(command, options, out)
     print(table(read_curves(out), options.goals))
     return 1 if failed else 0

@@ -169,7 +169,7 @@ def make_batch(appo, agent, T=6, B=4, seed=1) -> SimpleNamespace:
 
 def used_of(appo, batch) -> torch.Tensor:
     """What the losses average over."""
-    active = ~batch.inactive[:-1] if hasattr(appo, "Policy") else True
+    active = ~batch.inactive[:-1] if hasattr(appo, "PolicyInference") else True
     return ~batch.first[1:] & (batch.lags < 100 if hasattr(appo.Args, "max_policy_lag") else True) & active
 
 
@@ -191,7 +191,7 @@ class Pipe:
 
 def acting_with(appo, args, agent):
     """What acts with a copy of the network, or with the network."""
-    if hasattr(appo, "Policy"):
+    if hasattr(appo, "PolicyInference"):
         args.num_policies = 1
         return appo.Inference(args, agent.spaces, [agent]).policies[0]
     return appo.Inference(args, agent.spaces, agent, torch.device("cpu"))
@@ -212,7 +212,7 @@ def learner_of(appo, args, agent, slots=12, T=6):
         for key, part in field.items() if name == "obs" else [(None, field)]:
             value = batch.obs[key] if name == "obs" else getattr(batch, name)
             part[:] = value if torch.is_tensor(part) else value.numpy()
-    if hasattr(appo, "Policy"):
+    if hasattr(appo, "PolicyInference"):
         learner = appo.Learner(args, 0, agent, inference)
         learner.args, learner.inference = args, inference
     else:
@@ -368,8 +368,8 @@ def test_an_epoch_deals_out_every_rollout_once(appo):
     assert [sorted(order) for order in orders] == [list(range(12))] * 4 and len(set(map(tuple, orders))) == 4
     assert given == [(i >= 9, 0) for i in range(12)]
     rollouts = learner.inference.rollouts
-    active = ~rollouts.inactive[:-1] if hasattr(appo, "Policy") else True
-    if not hasattr(appo, "Policy"):  # where several share the blocks, it is not the learner that gives them back
+    active = ~rollouts.inactive[:-1] if hasattr(appo, "PolicyInference") else True
+    if not hasattr(appo, "PolicyInference"):  # where several share the blocks, it is not the learner that gives them back
         assert learner.inference.learner_pipe.sent == [blocks]
     assert metrics["x"] == 1 and learner.global_step == (~rollouts.first[1:] & active).sum()
     for slots, batch in batches:

@@ -335,14 +335,14 @@ def test_a_run_that_is_too_short_for_a_rate_is_left_out(tmp_path, monkeypatch, c
     monkeypatch.setattr(sys, "argv", ["collect.py", "steps", str(tmp_path / "out.json"), *map(str, tmp_path.glob("x_*"))])
     collect.main()
     assert json.loads((tmp_path / "out.json").read_text())["medians"] == {"x_long": 500}
-    assert "left out: " in (error := capsys.readouterr().err) and "x_short_1 is too short for a rate" in error
+    assert "skipped: " in (error := capsys.readouterr().err) and "x_short_1 is too short for a rate" in error
 
 
 @pytest.mark.parametrize("script", ["compare.py", "turns.py"])
 def test_two_commands_have_names_of_their_own(script, tmp_path):
     for commands in (["python x.py", "b: python y.py"], ["a: python x.py", "a: python y.py"]):
         done = subprocess.run([sys.executable, BENCHMARK / script, "--out", tmp_path / "out", *commands], capture_output=True, text=True)
-        assert done.returncode == 1 and done.stderr == 'error: each command is "NAME: COMMAND", with a name of its own\n'
+        assert done.returncode == 1 and done.stderr == 'error: each command must be "NAME: COMMAND", with a name of its own\n'
 
 
 def test_a_population_has_no_single_curve(tmp_path):

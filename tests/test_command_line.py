@@ -134,7 +134,7 @@ BAD = {
     "appo_atari --max-policy-lag 0": "--max-policy-lag 0 is out of range: at least 1",
     "appo_doom --actor-timeout -1": "--actor-timeout -1.0 is out of range: at least 0",
     "appo_doom --reward-clip 0": "--reward-clip 0.0 is out of range: at least 0.001",
-    "appo_atari --sticky-actions 25": "--sticky-actions 25.0 is out of range: it is a probability",
+    "appo_atari --sticky-actions 25": "--sticky-actions 25.0 is out of range: 0 to 1",
     "appo_atari_replay --sticky-actions -1": "--sticky-actions -1.0 is out of range: at least 0",
     "appo_doom --num-envs-per-worker 10000000": r"/dev/shm has [\d,]+ MiB free, [\d,]+ are needed: use fewer environments",
 } | {f"{name} {flag}": sentence for name in NAMES for flag, sentence in {
@@ -233,7 +233,7 @@ def test_a_run_of_another_file_or_version_is_refused(name, saved, tmp_path, caps
     for flag, value, problem in (("my_own_flag", 1, "my_own_flag"), ("gamma", "none at all", "gamma"), ("seed", "one", "seed.*int"),
                                  ("seed", None, "seed.*int"), ("rnn_type", "grue", "rnn_type"), ("num_workers", 1.5, "num_workers")):  # fmt: skip
         sentence = refused(saved(appo, of=f"/home/me/{name}.py", **{flag: value}), capsys)
-        assert re.match(rf"{folder}/cfg.json is damaged, or of another version of this file: .*{problem}", sentence)
+        assert re.match(rf"{folder}/cfg.json is damaged or was written by another version of this file: .*{problem}", sentence)
     assert refused(saved(appo, of=f"/home/me/{name}.py", rollout=0), capsys).startswith("--rollout 0 is out of range"), "it is resumed"
 
 
@@ -241,7 +241,7 @@ def test_a_run_of_another_file_or_version_is_refused(name, saved, tmp_path, caps
 def test_a_damaged_cfg_json_is_a_sentence(text, saved, tmp_path, capsys):
     resume = saved(appo_gym)
     (tmp_path / "train_dir" / "e" / "cfg.json").write_text(text)
-    assert refused(resume, capsys).startswith(f"{tmp_path}/train_dir/e/cfg.json is damaged, or of another version of this file: ")
+    assert refused(resume, capsys).startswith(f"{tmp_path}/train_dir/e/cfg.json is damaged or was written by another version of this file: ")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -353,8 +353,8 @@ def test_a_checkpoint_without_its_settings_is_not_resumed(name, tmp_path, monkey
 
 
 CODE = {  # what a file runs that a cfg.json may name
-    "appo_doom --cfg-path /own.cfg": "a scenario is a program", "appo_doom_multigpu --cfg-path /own.cfg": "a scenario is a program",
-    "appo_pbt_doom --cfg-path /own.cfg": "a scenario is a program", "appo_pbt_doom --env-id own.game": "it is a module",
+    "appo_doom --cfg-path /own.cfg": "a scenario contains code", "appo_doom_multigpu --cfg-path /own.cfg": "a scenario contains code",
+    "appo_pbt_doom --cfg-path /own.cfg": "a scenario contains code", "appo_pbt_doom --env-id own.game": "it is a module",
     "appo_dmlab --env-id folder/own.lua": "it is a script", "appo_mujoco --env-id own_module:Own-v0": "it imports a module",
 }  # fmt: skip
 

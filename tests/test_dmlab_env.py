@@ -331,7 +331,7 @@ def test_the_engines_errors_are_one_line(make_env, tmp_path, monkeypatch, level,
 
 @pytest.mark.parametrize("script, code, sentence", [
     ("appo_dmlab.py", 2, r"error: actor \d: --env-id lasertag_one_opponent_small: .*; install zip"),
-    ("benchmark/fill_level_cache.py", 1, "map 1 is left out: --env-id lasertag_one_opponent_small: .*; install zip"),
+    ("benchmark/fill_level_cache.py", 1, "map 1 is skipped: --env-id lasertag_one_opponent_small: .*; install zip"),
 ], ids=["training", "filling"])  # fmt: skip
 def test_a_missing_program_ends_without_a_traceback(tmp_path, script, code, sentence):
     flags = RUN if code == 2 else ("--maps", "2", "--num-workers", "1")
@@ -412,7 +412,7 @@ def test_a_full_disk_is_told_and_survived(tmp_path, monkeypatch, capsys):
     one = cache(tmp_path)
     monkeypatch.setattr(appo.os, "replace", full)
     store(one, tmp_path, 1)
-    assert re.match("a map was not saved in .*cache .*No space left", capsys.readouterr().err)
+    assert re.match("could not save a map in .*cache .*No space left", capsys.readouterr().err)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -720,7 +720,7 @@ def test_train_resume_evaluate_on_generated_levels(run, tmp_path):
     assert r.wait(90) == 0, r.text()
     assert not (tmp_path / "e" / "engines").exists()
     text = play_run(tmp_path / "e", "--episodes", "3", "--save-video")
-    assert "3 episodes a task" in text and "% of people" in text
+    assert "3 episodes per task" in text and "% of the human score" in text
     assert (tmp_path / "e" / "video.mp4").stat().st_size > 1000
     assert not (tmp_path / "engines").exists()
 
@@ -754,7 +754,7 @@ def test_filling_the_cache(run, tmp_path):
     r = fill("--env-id", ",".join(["rooms_watermaze", *tasks]), "--maps", "18", "--num-workers", "2",
              **with_stand_in(STAND_IN_END=str(tmp_path)))  # so many that two processes start a twelfth # fmt: skip
     assert r.wait(60) == 1 and "34 of 36 maps are in the cache" in r.text(), r.text()
-    assert "ended (exit code 1), and its map is left out" in r.text() and "ended (exit code -6)" in r.text()
+    assert "died (exit code 1), so its map is skipped" in r.text() and "died (exit code -6)" in r.text()
     folder = tmp_path / "level_cache"
     texts = [f"contributed/dmlab30/{task} {seed}" for task in tasks for seed in range(18)]
     maps = {f"map_noaas_{hashlib.md5(text.encode()).hexdigest()}.pk3" for text in texts}
@@ -792,7 +792,7 @@ def test_every_task_is_reported(run, tmp_path):
     assert {f"tasks/{task}/episodic_return" for task in appo.TASKS} < set(found)
     assert {"charts/human_normalized", "charts/human_normalized_capped"} < set(found)
     text = play_run(tmp_path / "e", "--episodes", "1")
-    rows = [line.split()[0] for line in text.splitlines() if line.endswith("% of people")]
+    rows = [line.split()[0] for line in text.splitlines() if line.endswith("% of the human score")]
     assert rows == [task.test or name for name, task in appo.TASKS.items()]
     assert text.splitlines()[-1].startswith("mean over tasks: ")
     text = play_run(tmp_path / "e", "--episodes", "1", "--env-id", "rooms_watermaze")

@@ -311,7 +311,7 @@ def test_a_line_of_a_scenario_that_vizdoom_ignores(tmp_path, capfd, old, new, wa
     lines = "doom_scenario_path = basic.wad\ndoom_map = map01\nliving_reward = -1\nepisode_timeout = 80\nmode = PLAYER\n"
     cfg = tmp_path / "own.cfg"
     cfg.write_text((lines + "available_buttons = { MOVE_LEFT ATTACK }\n").replace(old, new))
-    with pytest.raises(UserError, match="own.cfg: ViZDoom ignores a line of it, see its warning above"):
+    with pytest.raises(UserError, match="own.cfg: ViZDoom ignored a line; see its warning above"):
         DoomEnv(Args(cfg_path=str(cfg)))
     assert warning in capfd.readouterr().err
 

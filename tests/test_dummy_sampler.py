@@ -115,10 +115,10 @@ def test_its_command_can_be_typed_again(monkeypatch):
 
 @pytest.mark.parametrize("flags, expected", [
     ("--env-id Pog-v5", "error: unknown --env-id Pog-v5; did you mean Pong-v5"),
-    ("--num-workers 0", "error: --num-workers 0: there must be at least one"),
-    ("--windows 0", "error: --windows 0: there must be at least one"),
-    ("--null --sweep", "error: --null measures 2 to 72 workers and has no --sweep"),
-    ("--out nowhere/out.json", "error: there is no folder nowhere"),
+    ("--num-workers 0", "error: --num-workers 0 is out of range: at least 1"),
+    ("--windows 0", "error: --windows 0 is out of range: at least 1"),
+    ("--null --sweep", "error: --null measures 2 to 72 workers; it cannot be combined with --sweep"),
+    ("--out nowhere/out.json", "error: no such folder: nowhere"),
 ])  # fmt: skip
 def test_bad_input_gets_one_line(flags, expected, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["dummy_sampler.py", "--family", "atari", *SHORT, *flags.split()])

@@ -144,7 +144,7 @@ def test_a_scenario_of_ones_own_is_trained_on_and_played(main, play, tmp_path, m
     assert code == 0, text
     monkeypatch.chdir(elsewhere)
     assert f"play: python evaluate.py {tmp_path}/e --cfg-path {here}/own.cfg\n" in text
-    assert play(tmp_path / "e") == (2, f"error: say --cfg-path {here}/own.cfg (in load_agent cfg_path): it names code, which is run\n")
+    assert play(tmp_path / "e") == (2, f"error: type --cfg-path {here}/own.cfg again (load_agent: cfg_path), because it names code to run\n")
     code, text = play(tmp_path / "e", "--episodes", 2, "--cfg-path", here / "own.cfg")
     assert code == 0 and re.search(r"2 episodes, sampled actions, step \d+:\nreturn -80.00 \+- 0.00 ", text), text
 
@@ -164,7 +164,7 @@ def test_which_file_plays(play, tmp_path, monkeypatch):
         code, text = play(folder, "--episodes", 1, *flags, by=path / script.name)
         assert code == 0 and text.startswith("1 episodes, ")
         (path / script.name).unlink()
-    answer = "is not there, which trained the run; say where it is with --file PATH"
+    answer = ", which trained the run, was not found: give its path with --file"
     (folder / script.name).write_text("raise SystemExit('it was imported')")
     monkeypatch.chdir(folder)  # a run's folder is data, even where the user is
     assert play(folder) == (2, f"error: appo_moved.py {answer}\n")
@@ -177,7 +177,7 @@ def test_a_run_of_a_gpu_where_there_is_none(play, tmp_path):
     folder = untrained(tmp_path / "e", ROOT / "appo_gym.py")
     cfg = folder / "cfg.json"
     cfg.write_text(cfg.read_text().replace('"cpu"', '"cuda"'))
-    assert play(folder) == (2, "error: --device cuda: PyTorch sees no GPU here; --device cpu plays without\n")
+    assert play(folder) == (2, "error: --device cuda: PyTorch sees no GPU; use --device cpu\n")
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_runs_folder_names_no_code_to_be_run(play, own_env, tmp_path, monkeypa
     folder, marker = own_env
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_module", raising=False)
-    sentence = "say --env-id own_module:Own-v0 (in load_agent env_id): it names code, which is run"
+    sentence = "type --env-id own_module:Own-v0 again (load_agent: env_id), because it names code to run"
     assert play(folder, "--episodes", 2, by=ROOT / "appo_gym.py") == (2, f"error: {sentence}\n")
     with pytest.raises(evaluate.UserError) as error:
         evaluate.load_agent(folder)
@@ -309,7 +309,7 @@ def test_a_checkpoint_that_is_none(play, drawn_of, content):
         if path.name == "checkpoint_1.pth":
             (folder / "checkpoints" / "checkpoint_0.pth").write_bytes(data)
             code, text = play(folder, "--episodes", 1)
-            assert code == 0 and text.startswith(f"warning: {sentence}; {folder}/checkpoints/checkpoint_0.pth is played\n1 episodes,")
+            assert code == 0 and text.startswith(f"warning: {sentence}; playing {folder}/checkpoints/checkpoint_0.pth\n1 episodes,")
 
 
 @pytest.mark.parametrize("agent", [[], {}, dict(weight=5)])
@@ -327,7 +327,7 @@ def test_settings_that_are_none(play, tmp_path, text):
     folder = untrained(tmp_path / "e", ROOT / "appo_gym.py")
     (folder / "cfg.json").write_bytes(text.encode("latin-1"))
     code, answer = play(folder)
-    assert code == 2 and answer.startswith(f"error: {folder}/cfg.json is damaged, or does not hold the settings of a run (")
+    assert code == 2 and answer.startswith(f"error: {folder}/cfg.json is damaged or is not a run's cfg.json (")
     assert answer.count("\n") == 1
 
 
@@ -361,7 +361,7 @@ def test_one_thread(play, drawn):
     (("--episodes", 0), "--episodes 0 is out of range"),
     (("--policies", 1), "--opponents and --policies are for runs of appo_pbt_doom.py"),
     (("--hidden-size", 32), "the network in .* does not fit basic, these flags or this file"),
-    (("--watch",), r"--watch needs a screen, and there is none \(no DISPLAY, no WAYLAND_DISPLAY\); --save-video needs none"),
+    (("--watch",), r"--watch needs a display \(DISPLAY and WAYLAND_DISPLAY are not set\); --save-video works without one"),
 ])  # fmt: skip
 def test_bad_input_gets_one_line(play, drawn, flags, answer):
     code, text = play(drawn, *flags)
@@ -407,7 +407,7 @@ def test_what_cannot_draw_itself_is_not_played(play, tmp_path, monkeypatch, flag
     monkeypatch.chdir(tmp_path)
     folder = untrained(tmp_path / "e", with_envs(tmp_path, "appo_not_drawn", envs))
     code, text = play(folder, flag, **SHOWN)
-    assert code == 2 and text.startswith("error: basic cannot draw itself: ") and answer in text and text.count("\n") == 1
+    assert code == 2 and text.startswith("error: basic cannot be rendered: ") and answer in text and text.count("\n") == 1
     assert not (folder / "video.mp4").exists()
 
 
@@ -532,8 +532,8 @@ PLAIN = '    def render(self):\n        return {}\n'
 
 @pytest.mark.parametrize("edit, answer", [
     (("", "np.zeros((6, 8), np.uint8)"), None),  # grey
-    (("", "np.zeros((6, 8 + self.count), np.uint8)"), "basic draws pictures of different sizes, (6, 8) and (6, 9)"),
-    (("    metadata = dict(render_fps='fast')\n", "np.zeros((6, 8, 3), np.uint8)"), "basic has render_fps 'fast', which is no number"),
+    (("", "np.zeros((6, 8 + self.count), np.uint8)"), "basic renders frames of different sizes, (6, 8) and (6, 9)"),
+    (("    metadata = dict(render_fps='fast')\n", "np.zeros((6, 8, 3), np.uint8)"), "basic has render_fps 'fast', which is not a number"),
 ])  # fmt: skip
 def test_odd_pictures(play, tmp_path, monkeypatch, edit, answer):
     monkeypatch.chdir(tmp_path)
@@ -550,7 +550,7 @@ def test_an_environment_that_takes_no_render_mode(play, tmp_path, monkeypatch):
     text = path.read_text()
     path.write_text(strict[1].join(text.rsplit(strict[0], 1)))
     folder = untrained(tmp_path / "e", path)
-    assert play(folder, "--save-video") == (2, "error: basic cannot draw itself: it takes no render_mode\n")
+    assert play(folder, "--save-video") == (2, "error: basic cannot be rendered: it takes no render_mode\n")
     assert play(folder, "--episodes", 4)[0] == 0
 
 
@@ -560,7 +560,7 @@ def test_episodes_that_never_end(play, tmp_path, monkeypatch):
     endless = COUNTING.replace("end, kind = self.count == self.length, self.episode % 2", "end, kind = self.me % 2 == 1 and self.count == self.length, 0")
     folder = untrained(tmp_path / "e", with_envs(tmp_path, "appo_endless", endless))
     code, text = play(folder, "--episodes", 100)
-    assert code == 0 and "an episode of basic has not ended after 50 steps: it is left out, with those after it\n" in text
+    assert code == 0 and "an episode of basic did not end within 50 steps; it and all later ones are left out\n" in text
     assert 0 < int(re.search(r"^(\d+) episodes, ", text, re.M)[1]) < 100
 
 

@@ -398,7 +398,7 @@ def test_a_worker_that_hangs_is_named(start, odd):
     r.wait_for(lambda: re.search("^worker [01] has not answered for 3 s: its environments are slow or stuck$", r.text(), re.M), 30, "the name")
     goes_on(r)
     stop(r)
-    assert re.search(r"^worker [01] has not ended within 5 s: its environments are slow or stuck$", r.text(), re.M), r.text()
+    assert re.search(r"^worker [01] did not end within 5 s: its environments are slow or stuck$", r.text(), re.M), r.text()
 
 
 # ---- operations

@@ -143,7 +143,7 @@ def test_every_file_learns(name, tmp_path, monkeypatch):
         small |= dict(num_envs_per_worker=8, worker_num_splits=1)
     args = appo.Args(**small | flags, total_timesteps=steps)
     gc.collect()
-    owner = getattr(appo, "Policy", appo.Inference)
+    owner = getattr(appo, "PolicyInference", appo.Inference)
     monkeypatch.setattr(owner, "__init__", keeping(owner.__init__, kept := []))
     assert appo.train(args, tmp_path / "e") == 0
     episodes = list(kept[0].episodes[0] if name == "appo_dmlab" else kept[0].episodes)

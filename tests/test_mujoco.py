@@ -123,7 +123,7 @@ def test_a_wrapper_of_gymnasium_takes_envpools_tasks():
 
 
 def test_a_task_that_cannot_be_drawn_is_a_sentence():
-    with pytest.raises(UserError, match="--env-id CheetahRun-v1: EnvPool cannot draw it, and Gymnasium does not have it"):
+    with pytest.raises(UserError, match="--env-id CheetahRun-v1: EnvPool cannot render it, and Gymnasium does not have it"):
         appo.make_envs(Args(env_id="CheetahRun-v1"), 1, render_mode="rgb_array")
 
 
@@ -460,7 +460,7 @@ def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
     assert results[0][0] == 0 and re.search(r"3 episodes, likeliest actions, step [\d,]+:\nreturn [\d.]+ \+- [\d.]+", results[0][1])
     code, text = evaluated("--episodes", "1", "--save-video")
     if not importlib.util.find_spec("mujoco"):
-        assert code == 2 and re.search("error: --env-id Hopper-v5: EnvPool cannot draw it, and Gymnasium says: MuJoCo is not installed", text), text
+        assert code == 2 and re.search("error: --env-id Hopper-v5: EnvPool cannot render it, and Gymnasium says: MuJoCo is not installed", text), text
     else:
         assert code == 0 and "1 episodes, sampled actions, step" in text
         video = imageio.get_reader(tmp_path / "e" / "video.mp4")

@@ -369,7 +369,7 @@ def population_of(tmp_path):
         learners = [appo.Learner(args, i, agent, policy) for i, (agent, policy) in enumerate(zip(agents, policies))]
         for learner, objective in zip(learners, objectives):
             learner.global_step = step
-            learner.policy.episodes.extend([[objective] + [0.0] * (len(appo.EPISODE) - 1)] * 100)
+            learner.inference.episodes.extend([[objective] + [0.0] * (len(appo.EPISODE) - 1)] * 100)
         return appo.Population(args, learners)
 
     return make
@@ -396,9 +396,9 @@ def test_the_worst_are_replaced_by_the_best(population_of, objectives, replaced)
     learners[2].global_step = 1499
     assert population.exchange() == [], "all must have made their steps"
     learners[2].global_step = 1999
-    last = learners[1].policy.episodes.pop()
+    last = learners[1].inference.episodes.pop()
     assert population.exchange() == [], "and episodes"
-    learners[1].policy.episodes.append(last)
+    learners[1].inference.episodes.append(last)
     lines = population.exchange()
     best, found = set(np.argsort(objectives)[2:]), dict(kinds(lines))
     assert [policy for policy, _ in kinds(lines)] == [0, 1, 2, 3] and population.exchange() == [], "each has its turn once in a period"
@@ -408,22 +408,22 @@ def test_the_worst_are_replaced_by_the_best(population_of, objectives, replaced)
         donors = [other for other in best if torch.equal(learner.agent.critic.weight, weights[other])]
         assert bool(donors) == (policy in replaced | best), "weights of one of the best"
         assert (learner.genes == before[policy]) == (found[policy] == "kept")
-        assert learner.policy.version == (100 if policy in replaced else 0)
+        assert learner.inference.version == (100 if policy in replaced else 0)
         if policy in replaced:
-            assert [episode[0] for episode in learner.policy.episodes] == [objectives[donors[0]]] * 100
+            assert [episode[0] for episode in learner.inference.episodes] == [objectives[donors[0]]] * 100
     likely = [before[policy] for policy in best] if 0 in replaced else [population.defaults]
     assert learners[0].genes in likely, "policy 0 never mutates"
     for learner in learners:
         learner.global_step = 50_000
     assert len(population.exchange()) == 4 and population.exchange() == [], "periods without an exchange are not made up for"
     for learner in learners:
-        row = learner.policy.mailbox.shaping[0].tolist()
+        row = learner.inference.mailbox.shaping[0].tolist()
         assert row == [learner.genes[name] for name in appo.shaping_of(learner.args)]
 
 
 def test_exchanges_that_wait_for_episodes_say_so_once(population_of, capsys):
     population = population_of([10.0, 1.0])
-    population.learners[1].policy.episodes.pop()
+    population.learners[1].inference.episodes.pop()
     for learner in population.learners:
         learner.global_step = 1499
     assert population.exchange() == [] and capsys.readouterr().out == "", "no exchange is due"
@@ -457,9 +457,9 @@ def test_a_copy_goes_its_own_way(population_of):
 def test_what_was_sampled_before_a_replacement_is_not_learned_from(population_of):
     population = population_of([10.0, 1.0], max_policy_lag=7)
     learner = population.learners[1]
-    learner.policy.version = 3
-    learner.policy.rollouts.versions[:] = 3
-    for field in (learner.policy.rollouts.rewards, learner.policy.rollouts.logprobs, learner.policy.rollouts.values):
+    learner.inference.version = 3
+    learner.inference.rollouts.versions[:] = 3
+    for field in (learner.inference.rollouts.rewards, learner.inference.rollouts.logprobs, learner.inference.rollouts.values):
         field[:] = 0.0
     assert learner.iterate([slice(0, 1)])["lag/masked"] == 0
     population.exchange()
@@ -473,12 +473,12 @@ def threads_of(population) -> dict:
 
 def spoil(learner):
     """What acted and acts for it is not finite."""
-    for field in (learner.policy.state, learner.policy.rollouts.rnn_state, learner.policy.rollouts.logprobs):
+    for field in (learner.inference.state, learner.inference.rollouts.rnn_state, learner.inference.rollouts.logprobs):
         field[:] = torch.nan
-    learner.policy.rollouts.values[:] = 1e30  # its square is not
+    learner.inference.rollouts.values[:] = 1e30  # its square is not
     for weight in learner.agent.parameters():
         weight.data[:] = torch.nan
-    learner.policy.publish(learner.policy.version + 1)
+    learner.inference.publish(learner.inference.version + 1)
 
 
 def test_a_policy_that_diverges_is_replaced_by_the_best_of_the_others(population_of, tmp_path):
@@ -486,19 +486,19 @@ def test_a_policy_that_diverges_is_replaced_by_the_best_of_the_others(population
     population = population_of([3.0, 9.0, 5.0], pbt_start_mutation=10**6, pbt_mutation_rate=1.0)
     learners, threads = population.learners, threads_of(population)
     for learner in learners:
-        for field in (learner.policy.rollouts.rewards, learner.policy.rollouts.logprobs, learner.policy.rollouts.values):
+        for field in (learner.inference.rollouts.rewards, learner.inference.rollouts.logprobs, learner.inference.rollouts.values):
             field[:] = 0.0
     spoil(learners[1])
     genes = learners[2].genes
     metrics = appo.iterate_all(population, [slice(0, 1)], threads, tmp_path)
     log = (tmp_path / "log.txt").read_text()
     assert re.fullmatch(r"\S+ \S+ policy 1 is replaced by policy 2: .* not finite.*\n", log) and metrics[1] == metrics[2], "5 is the best now"
-    assert all(torch.equal(one, two) for one, two in zip(learners[1].policy.agent.parameters(), learners[2].policy.agent.parameters()))
+    assert all(torch.equal(one, two) for one, two in zip(learners[1].inference.agent.parameters(), learners[2].inference.agent.parameters()))
     assert learners[1].genes != genes == learners[2].genes
-    learners[1].policy.mailbox.reward[:] = 0.0  # its games have started
+    learners[1].inference.mailbox.reward[:] = 0.0  # its games have started
     with torch.inference_mode():
-        learners[1].policy.act([0])
-    assert learners[1].policy.state.isfinite().all()
+        learners[1].inference.act([0])
+    assert learners[1].inference.state.isfinite().all()
     for _ in range(3):
         metrics = appo.iterate_all(population, [slice(0, 1)], threads, tmp_path)
         assert np.isfinite(list(metrics[1].values())).all() and (tmp_path / "log.txt").read_text() == log
@@ -508,9 +508,9 @@ def test_a_policy_that_diverges_is_replaced_by_the_best_of_the_others(population
 def test_a_policy_that_diverges_ends_the_run_if_none_can_take_its_place(population_of, tmp_path, with_pbt, spoiled):
     population = population_of([3.0, 9.0], with_pbt=with_pbt)
     for i in range(2):
-        for field in (population.learners[i].policy.rollouts.rewards, population.learners[i].policy.rollouts.logprobs):
+        for field in (population.learners[i].inference.rollouts.rewards, population.learners[i].inference.rollouts.logprobs):
             field[:] = 0.0
-        population.learners[i].policy.rollouts.values[:] = 0.0
+        population.learners[i].inference.rollouts.values[:] = 0.0
         if i in spoiled:
             spoil(population.learners[i])
     with pytest.raises(FloatingPointError, match="not finite"):
@@ -528,7 +528,7 @@ def test_best_is_by_the_objective(population_of, tmp_path, seats, moments, expec
     for step, objectives in enumerate(moments, 1):
         for learner, objective in zip(population.learners, objectives):
             learner.global_step = step
-            learner.policy.episodes.extend([[-step, 0, 0, 0, 0, 0, objective]] * 100)
+            learner.inference.episodes.extend([[-step, 0, 0, 0, 0, 0, objective]] * 100)
         appo.save_checkpoint(tmp_path, population)
         found.append(torch.load(tmp_path / "checkpoints" / "best.pth", weights_only=True)["policies"][0]["global_step"])
     assert found == expected
@@ -555,7 +555,7 @@ def test_policies_begin_with_their_own_settings(population_of):
     defaults = population.defaults
     expected = [defaults | dict(learning_rate=0.5), defaults | {"HEALTH-": -0.01, "vf_coef": 0.9}]
     assert [learner.genes for learner in population.learners] == expected
-    assert [learner.policy.mailbox.shaping[0, 1] for learner in population.learners] == [defaults["HEALTH-"], -0.01]
+    assert [learner.inference.mailbox.shaping[0, 1] for learner in population.learners] == [defaults["HEALTH-"], -0.01]
 
 
 def test_all_but_the_first_policy_begin_mutated(population_of):
@@ -569,7 +569,7 @@ def test_a_population_that_is_resumed(population_of, tmp_path):
     """Each policy has its weights, steps, version and genes; but a flag that is typed anew is for all."""
     one = population_of([1.0, 5.0])
     for i, learner in enumerate(one.learners):
-        learner.global_step, learner.policy.version = 900 + i, 30 + i
+        learner.global_step, learner.inference.version = 900 + i, 30 + i
     one.give(one.learners[1], one.learners[1].genes | {"learning_rate": 0.01, "HEALTH+": 0.5})
     one.exchanged = 700
     appo.save_checkpoint(tmp_path, one)
@@ -578,9 +578,9 @@ def test_a_population_that_is_resumed(population_of, tmp_path):
     assert [learner.genes for learner in two.learners] == [learner.genes | dict(vf_coef=0.25) for learner in one.learners]
     assert (two.exchanged, two.best_objective, appo.mean_step(two.learners)) == (700, 5.0, 900)
     for i, (learner, before) in enumerate(zip(two.learners, one.learners)):
-        assert (learner.global_step, learner.policy.version) == (900 + i, 30 + i)
-        assert torch.equal(learner.policy.agent.critic.weight, before.agent.critic.weight)
-        assert learner.policy.mailbox.shaping[0].tolist() == pytest.approx([learner.genes[name] for name in appo.shaping_of(learner.args)])
+        assert (learner.global_step, learner.inference.version) == (900 + i, 30 + i)
+        assert torch.equal(learner.inference.agent.critic.weight, before.agent.critic.weight)
+        assert learner.inference.mailbox.shaping[0].tolist() == pytest.approx([learner.genes[name] for name in appo.shaping_of(learner.args)])
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best.pth", "checkpoint_000000000900.pth"]
 
 

@@ -239,7 +239,7 @@ def test_what_ends_the_first_rank_ends_the_others_in_silence(run):
     """Before it knows its flags, in each attempt."""
     r = run("--device", "cpu", script=SCRIPT, launcher=(*TWO, "--max-restarts", "1"))
     assert r.wait(60) == 1, r.text()
-    sentence = "error: torchrun --max-restarts can only go on with a run that has a name: give it an --experiment"
+    sentence = "error: torchrun --max-restarts needs --experiment, the name of the run to resume"
     assert r.text().count(sentence) == 2, r.text()
     assert f'{SCRIPT.name}", line' not in r.text(), "no traceback of ours"
 

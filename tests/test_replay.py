@@ -402,8 +402,8 @@ def test_as_a_user_runs_it(run, tmp_path):
 
 
 @pytest.mark.parametrize("flags, expected", [
-    ("--replay-share 0.001", "--replay-share 0.001 makes 0 replayed rollouts an iteration: some are needed, and no more than"),
-    ("--replay-rollouts 3", "--replay-share 0.5 makes 16 replayed rollouts an iteration: some are needed, and no more than --replay-rollouts 3"),
+    ("--replay-share 0.001", "--replay-share 0.001 makes 0 replayed rollouts per iteration: at least 1 is needed, at most"),
+    ("--replay-rollouts 3", "--replay-share 0.5 makes 16 replayed rollouts per iteration: at least 1 is needed, at most --replay-rollouts 3"),
     ("--replay-candidates 0.5", "--replay-candidates 0.5 is out of range: at least 1"),
     ("--replay-share 1", "--replay-share 1.0 is out of range: some samples must be fresh"),
     ("--policy-cloning-coef -1", "--policy-cloning-coef -1.0 is out of range: at least 0"),

@@ -313,7 +313,7 @@ def test_a_run_of_another_version_of_the_file_is_refused(appo, main, tmp_path, b
     cfg["args"]["flag_of_old"] = 7
     path.write_text(json.dumps(cfg))
     code, text = main(appo, *flags)
-    assert code == 2 and re.fullmatch("error: .*/run/cfg.json is damaged, or of another version of this file: .*flag_of_old.*\n", text), text
+    assert code == 2 and re.fullmatch("error: .*/run/cfg.json is damaged or was written by another version of this file: .*flag_of_old.*\n", text), text
 
 
 # ---- checkpoints
@@ -459,7 +459,7 @@ def test_a_truncated_checkpoint_is_passed_over(appo, train, tmp_path, capsys):
     for path in checkpoints(tmp_path):
         path.write_bytes(path.read_bytes()[:1000])
     files = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    with pytest.raises(appo.UserError, match="no checkpoint in .* can be read: move them away to start anew"):
+    with pytest.raises(appo.UserError, match="no checkpoint in .* can be read: move them away to start over"):
         train(total_timesteps=600)
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == files
 
@@ -478,7 +478,7 @@ def test_a_file_that_is_no_checkpoint_of_ours_is_a_sentence(appo, train, main, t
     code, text = main(appo, "--train-dir", tmp_path, "--experiment", "run", "--total-timesteps", 600)
     last = text.splitlines()[-1]
     assert code == 2 and "Traceback" not in text and str(tmp_path / "run") in last
-    assert re.match("error: .*(is damaged, or of another network|is of another network, or damaged|can be read: move them away)", last), text
+    assert re.match("error: .*(is damaged, or of another network|belongs to another network or is damaged|can be read: move them away)", last), text
 
 
 def test_what_was_waited_for_before_the_first_report_is_no_share_of_it(appo, train, tmp_path, monkeypatch):
