@@ -28,8 +28,9 @@ This file is an edit of appo_gym.py. What differs:
 - Each worker is pinned to one core if there are at least as many workers as cores (`run_actor`).
 - The loss has a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`).
 - The network has two towers of `hidden_size`, and an optional GRU across both.
-- `Args` has other defaults: 64 environments, a decaying learning rate, no entropy bonus, a smaller gradient norm, a
-  wider clip of the value, half as many optimizer steps per sample, and three times the steps.
+- The noise of the actions starts larger if episodes terminate (`Learner.iterate`).
+- `Args` has other defaults: 64 environments, a longer horizon (`gamma`), a decaying learning rate, no entropy bonus, a
+  smaller gradient norm, a wider clip of the value, half as many optimizer steps per sample, and three times the steps.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
@@ -164,7 +165,7 @@ class Args:
     num_epochs: int = 4  # passes over the rollouts of an iteration
     learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2e-3  # Adam's learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to 0 at total_timesteps
-    gamma: float = 0.99  # discount per step
+    gamma: float = 0.9925  # discount per step
     vtrace_rho: float = 1.0  # V-trace: upper bound of the importance weight of temporal differences (rho bar)
     vtrace_c: float = 1.0  # V-trace: upper bound of the trace coefficients (c bar)
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 gives the paper's V-trace
@@ -177,7 +178,9 @@ class Args:
     max_grad_norm: float = 0.5  # clip of the gradient norm; 0: no clipping
     rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
-    initial_stddev: float = 1.0  # initial standard deviation of each action dimension; 1 is half of its range
+    initial_stddev: float | None = None
+    """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to 1 after the
+    first iteration if an episode has terminated in it"""
 
     def __post_init__(self):
         self.typed = asdict(self)  # saved in cfg.json, without what is derived below: that depends on the machine
@@ -445,8 +448,9 @@ class Agent(nn.Module):
     gives its mean, and a parameter the logarithm of its standard deviation. Both together are called `gaussians`.
 
     A network of your own takes (spaces, args) and needs `state_size` (floats of recurrent state per row, 0 for none),
-    `critic` (a PopArt), `normalizers` (by observation name; the learner updates them) and a `forward` without side
-    effects. The flags rnn_type, hidden_size and initial_stddev belong to this network."""
+    `critic` (a PopArt), `normalizers` (by observation name; the learner updates them), `log_std` (which the learner may
+    raise once, see initial_stddev) and a `forward` without side effects. The flags rnn_type, hidden_size and
+    initial_stddev belong to this network."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
@@ -464,7 +468,7 @@ class Agent(nn.Module):
             self.core = nn.GRUCell(self.state_size, self.state_size)
         self.critic = PopArt(init_layer(nn.Linear(args.hidden_size, 1), gain=1.0))
         self.policy = init_layer(nn.Linear(args.hidden_size, spaces.numbers), gain=0.01)
-        self.log_std = nn.Parameter(torch.full((spaces.numbers,), np.log(args.initial_stddev)))
+        self.log_std = nn.Parameter(torch.full((spaces.numbers,), np.log(args.initial_stddev or 0.5)))
 
     def encode(self, obs):
         """Returns the features of both towers [N, 2 * hidden_size] for obs by name [N, size]."""
@@ -1074,6 +1078,11 @@ class Learner:
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
+        # Where a fall ends the episode, much noise costs little; elsewhere it would cost the rest of the episode
+        if args.initial_stddev is None and self.inference.version == 0 and rollouts.terminated[:, slots].any():
+            with self.inference.lock:
+                nn.init.zeros_(self.agent.log_std)
+                wait_for(self.device)
         valid = ~rollouts.first[1:, slots]
         lags = (self.inference.version - rollouts.versions[:, slots])[valid]
         learning_rate = args.learning_rate

@@ -430,6 +430,19 @@ def test_a_worker_for_each_core_stays_on_its_own(fewer, run):
         assert set.union(*(os.sched_getaffinity(actor) for actor in r.actors())) == os.sched_getaffinity(0)
 
 
+@pytest.mark.parametrize("task, flags, expected", [
+    ("Hopper-v5", (), 1.0), ("HalfCheetah-v5", (), 0.5), ("Hopper-v5", ("--initial-stddev", 0.7), 0.7), ("HalfCheetah-v5", ("--initial-stddev", 1), 1.0),
+])  # fmt: skip
+def test_noise_starts_larger_where_episodes_terminate(task, flags, expected, main, tmp_path):
+    """In HalfCheetah nothing does. A typed value stays, and a resumed run does not begin again."""
+    typed = ("--train-dir", tmp_path, "--experiment", "e", "--num-workers", 0, "--num-envs", 16, "--learning-rate", 1e-4)
+    for steps in (600, 1200):
+        code, text = main(appo, *typed, "--env-id", task, *flags, "--total-timesteps", steps)
+        assert code == 0, text
+        stddev = appo.read_checkpoint(tmp_path / "e")["agent"]["log_std"].exp()
+        torch.testing.assert_close(stddev, torch.full_like(stddev, expected), rtol=0.02, atol=0)
+
+
 def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
     script = edited(tmp_path, "appo_mujoco_edited", replacing("Reporter.SECONDS = 0.05"), source=SCRIPT)
     r = run(*SMALL, "--experiment", "e", "--env-id", "Hopper-v5", "--total-timesteps", "1500", "--rnn-type", "gru", script=script)
