@@ -167,10 +167,10 @@ def test_which_file_plays(play, tmp_path, monkeypatch):
     answer = ", which trained the run, was not found: give its path with --file"
     (folder / script.name).write_text("raise SystemExit('it was imported')")
     monkeypatch.chdir(folder)  # a run's folder is data, even where the user is
-    assert play(folder) == (2, f"error: appo_moved.py {answer}\n")
+    assert play(folder) == (2, f"error: appo_moved.py{answer}\n")
     monkeypatch.chdir(here)
-    assert play(folder) == (2, f"error: appo_moved.py {answer}\n")
-    assert play(folder, "--file", "nowhere.py") == (2, f"error: nowhere.py {answer}\n")
+    assert play(folder) == (2, f"error: appo_moved.py{answer}\n")
+    assert play(folder, "--file", "nowhere.py") == (2, f"error: nowhere.py{answer}\n")
 
 
 def test_a_run_of_a_gpu_where_there_is_none(play, tmp_path):
