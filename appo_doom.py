@@ -720,7 +720,7 @@ def log_distributions(logits, heads):
     return [part.log_softmax(-1) for part in logits.split(heads, -1)]
 
 
-def draw(log_dists):
+def sample_actions(log_dists):
     """Samples actions int64 [..., heads] from each head's log-probabilities [..., n]: the argmax of p/e with e ~ Exp(1)
     is distributed as p, and unlike torch.multinomial it never makes the host wait for CUDA."""
     actions = [(log_dist.exp() / torch.empty_like(log_dist).exponential_()).argmax(-1) for log_dist in log_dists]
@@ -971,7 +971,7 @@ class WorkerEnvs:
         self.envs = make_envs(args, n)
         for i, env in enumerate(getattr(self.envs, "envs", ())):
             self.envs.envs[i] = Watched(env, mailbox.heard[self.rows][i : i + 1])
-        self.over = np.zeros(n, bool)  # the last step ended an episode, so the next one only resets
+        self.done = np.zeros(n, bool)  # the last step ended an episode, so the next one only resets
         self.sums = np.zeros((n, len(EPISODE)))  # of the running episodes
 
     def reset(self):
@@ -983,13 +983,13 @@ class WorkerEnvs:
         observation, reward, terminated, truncated, info = self.envs.step(action)
         if not np.isfinite(reward).all():
             raise ValueError(f"a reward is not finite: {reward}")
-        first = self.over
-        self.over = terminated | truncated
+        first = self.done
+        self.done = terminated | truncated
         zeros = np.zeros(len(first))
         extra_metrics = [info.get(name, zeros) for name in EXTRA_METRICS]
         self.sums += np.stack([info.get("raw_reward", reward), zeros + 1, *extra_metrics], -1)
         self.sums[first] = 0  # reset-only steps do not count
-        episode = np.where(self.over[:, None], self.sums, 0)  # not a product, because a sum may be NaN
+        episode = np.where(self.done[:, None], self.sums, 0)  # not a product, because a sum may be NaN
         self.write(observation, reward=reward, terminated=terminated, first=first, episode=episode)
 
     def write(self, observation, **flags):
@@ -1315,25 +1315,25 @@ class Inference:
         obs = {name: torch.from_numpy(source[None, rows]) for name, source in mailbox.obs.items()}
         return obs, torch.from_numpy(np.stack([rows, t, slots, first]))
 
-    def store_obs(self, obs, places):
+    def store_obs(self, obs, indices):
         """Copies the results of `store` to the device and the observations to the rollouts. Returns both, on the
         device."""
-        places = places.to(self.device, non_blocking=True)
+        indices = indices.to(self.device, non_blocking=True)
         obs = {name: part.to(self.device, non_blocking=True) for name, part in obs.items()}
-        _, t, slots, _ = places
+        _, t, slots, _ = indices
         for name, field in self.rollouts.obs.items():
             if field.is_cpu:  # torch's indexing takes ten times as long there
                 field.numpy()[t.numpy(), slots.numpy()] = obs[name].numpy()
             else:
                 field[t, slots] = obs[name]
-        return obs, places
+        return obs, indices
 
     def act(self, groups: list[int]):
         """Stores the rows of the groups and chooses their next actions."""
-        obs, places = self.store(groups)
-        rows, t, slots, _ = places.numpy()
+        obs, indices = self.store(groups)
+        rows, t, slots, _ = indices.numpy()
         with self.lock:
-            actions = self.choose(obs, places)
+            actions = self.choose(obs, indices)
             self.mailbox.action[rows] = actions.cpu().numpy()  # waits for the device: only then may the lock go
             self.rollouts.versions[t, slots] = self.version
         self.t[groups] += 1
@@ -1342,13 +1342,13 @@ class Inference:
         self.counts["rows"] += len(rows)
         self.counts["forwards"] += 1
 
-    def choose(self, obs, places):
+    def choose(self, obs, indices):
         """The device's part of `act`, with the results of `store`. Returns actions [N, heads]."""
         rollouts = self.rollouts
-        obs, (rows, t, slots, first) = self.store_obs(obs, places)
+        obs, (rows, t, slots, first) = self.store_obs(obs, indices)
         logits, values, self.state[rows] = self.agent(obs, first.bool()[None], self.state[rows])
         log_dists = log_distributions(logits[0], self.agent.heads)
-        actions = draw(log_dists)
+        actions = sample_actions(log_dists)
         rollouts.actions[t, slots] = actions
         rollouts.logprobs[t, slots] = log_prob(log_dists, actions)
         rollouts.values[t, slots] = values[0]
@@ -1402,8 +1402,8 @@ class Learner:
         self.optimizer.param_groups[0]["lr"] = learning_rate
         num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
         for epoch in range(args.num_epochs):
-            dealt = slots[torch.randperm(len(slots)).numpy()]
-            for batch in np.array_split(dealt, num_batches):
+            shuffled = slots[torch.randperm(len(slots)).numpy()]
+            for batch in np.array_split(shuffled, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))

@@ -312,9 +312,9 @@ def unfinished(steps: int, sums) -> str:
 def choose(module, agent, outputs: torch.Tensor, likeliest: bool) -> torch.Tensor:
     """Returns actions for N rows. outputs: logits [N, sum(heads)], or means and widths [N, 2 * numbers]."""
     if not hasattr(module, "log_distributions"):  # Gaussian actions
-        return outputs.chunk(2, dim=-1)[0] if likeliest else module.draw(outputs)
+        return outputs.chunk(2, dim=-1)[0] if likeliest else module.sample_actions(outputs)
     choices = module.log_distributions(outputs, agent.heads)
-    return torch.stack([choice.argmax(-1) for choice in choices], -1) if likeliest else module.draw(choices)
+    return torch.stack([choice.argmax(-1) for choice in choices], -1) if likeliest else module.sample_actions(choices)
 
 
 @torch.inference_mode()

@@ -27,6 +27,9 @@ collect() {  # curves|TAG CSV: a result of all runs in FOLDER
 peer() {  # NAME SECONDS ENV flags: Sample Factory, for seeds.py
     echo "$1: benchmark/peers/sample_factory.sh $2 $3 {seed} {folder}${4:+ ${*:4}}"
 }
+play() {  # FOLDER FILE: adds the run's name and the return of its likeliest actions
+    echo "$(basename "$1"): $(python evaluate.py "$1" --likeliest --episodes 20 | tail -n 1)" >> "$2"
+}
 tree() {  # PID: it and all processes below
     local child
     echo "$1"
@@ -251,15 +254,16 @@ gym() {  # five environments beside Stable-Baselines3, five seeds: 29 minutes
         --out "$results/gym_learning.csv" -- "${flags[@]}"
 }
 
-# All sides of a comparison have the tasks' version 4, the one with published numbers. The learning rate of a run of a million falls sooner.
-mujoco() {  # five MuJoCo tasks, three million steps and one million: 50 minutes a seed
-    table "$three" mujoco.csv --grid env-id=HalfCheetah-v4,Hopper-v4,Walker2d-v4,Ant-v4,HumanoidStandup-v4 --settings "" \
-        total-timesteps=1000000 -- python appo_mujoco.py
-}
-
-halfcheetah_seeds() {  # HalfCheetah, five seeds: 11 minutes, two runs at a time
-    table "${SEEDS:-1 2 3 4 5}" halfcheetah_seeds.csv --parallel 2 --goals 1443 --grid env-id=HalfCheetah-v4 --settings "" \
-        -- python appo_mujoco.py
+# The returns that are published for tuned settings are those of the likeliest actions, so the last policies are played with these, too.
+mujoco() {  # eight MuJoCo tasks, five seeds of a million steps (Pendulum: 100 thousand): 90 minutes, two runs at a time
+    local folder seeds="${SEEDS:-11 12 13 14 15}" csv=mujoco_seeds.csv
+    local tasks=HalfCheetah-v5,Walker2d-v5,Hopper-v5,Ant-v5,HumanoidStandup-v5,Swimmer-v5,Pusher-v5
+    ! train "$seeds" $csv --parallel 2 --grid env-id=Pendulum-v1 --settings "" -- python appo_mujoco.py --total-timesteps 100000
+    table "$seeds" $csv --parallel 2 --grid env-id=$tasks --settings "" -- python appo_mujoco.py --total-timesteps 1000000
+    for folder in "$out"/env-id_*_[0-9]*/; do
+        run play "$folder" "$out/mujoco_played.txt"
+    done
+    run cp "$out/mujoco_played.txt" "$results"
 }
 
 # Needs CLEANRL and CLEANRL_PYTHON, installed for MuJoCo.
@@ -274,10 +278,10 @@ mujoco_lag() {  # what lag does, with and without the KL penalty: 12 minutes
         -- python appo_mujoco.py --env-id HalfCheetah-v4 --total-timesteps 500000 --num-epochs 8
 }
 
-# Expected: HalfCheetah learns four times as much with the smaller one, Walker2d less.
-mujoco_stddev() {  # the deviation that actions begin with, on three tasks: 16 minutes, two runs at a time
-    table "$three" initial_stddev.csv --parallel 2 --grid env-id=HalfCheetah-v5,Hopper-v5,Walker2d-v5 --settings initial-stddev=0.5 "" \
-        -- python appo_mujoco.py --total-timesteps 1000000
+# Expected: one deviation does not serve all tasks; Hopper needs the longer horizon.
+mujoco_stddev() {  # the deviation that actions begin with, and the discount: an hour, two runs at a time
+    table "$three" initial_stddev.csv --parallel 2 --grid env-id=HalfCheetah-v5,Hopper-v5,Walker2d-v5 \
+        --settings initial-stddev={0.5,1}" gamma="{0.99,0.9925,0.995} -- python appo_mujoco.py --total-timesteps 1000000
 }
 
 # The published table has more seeds of some settings, and not every task of others; it is older, and counts the games of one of two

@@ -487,7 +487,7 @@ def test_drawing_follows_the_policy(appo):
     torch.manual_seed(0)
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.0]]).repeat(40_000, 1)
     choices = appo.log_distributions(logits, (3, 2))
-    for choice, actions in zip(choices, appo.draw(choices).unbind(-1)):
+    for choice, actions in zip(choices, appo.sample_actions(choices).unbind(-1)):
         torch.testing.assert_close(torch.bincount(actions) / len(logits), choice[0].exp(), atol=0.01, rtol=0)
 
 
@@ -498,8 +498,8 @@ def test_actions_that_are_masked_out(appo):
     masked = torch.where(torch.tensor([True, False, True, True, False, True, True]), full, -torch.inf)
     kept = full.detach()[:, [0, 2, 3, 5, 6]].requires_grad_()
     choices, others = appo.log_distributions(masked, heads), appo.log_distributions(kept, (3, 2))
-    actions = appo.draw(choices)
-    assert not any((appo.draw(choices) == torch.tensor([1, 0])).any() for _ in range(100))
+    actions = appo.sample_actions(choices)
+    assert not any((appo.sample_actions(choices) == torch.tensor([1, 0])).any() for _ in range(100))
     renamed = torch.stack([actions[:, 0].clamp(min=1) - 1, actions[:, 1] - 1], -1)
     torchs = [Categorical(logits=part) for part in kept.split((3, 2), -1)]
     torch.testing.assert_close(appo.log_prob(others, renamed), sum(map(Categorical.log_prob, torchs, renamed.unbind(-1))))
@@ -553,7 +553,7 @@ def test_log_ratio_at_lag_zero(appo):
                     acted.append(torch.cat(step))
                 mu = appo.log_distributions(torch.stack(acted), agent.heads)
                 pi = appo.log_distributions(agent(obs, first, torch.zeros(B, agent.state_size))[0], agent.heads)
-            actions = appo.draw(mu)
+            actions = appo.sample_actions(mu)
             assert sum(map(appo.entropy_of, mu)).mean() < 0.8 * np.log([3, 3, 2, 2, 11]).sum()
             log_ratio = appo.log_prob(pi, actions) - appo.log_prob(mu, actions)
             assert log_ratio.std() < bound, (rnn_type, precision)

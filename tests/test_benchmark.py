@@ -66,7 +66,7 @@ def check(*command: str) -> None:
     elif program in ("python", sys.executable):
         words = words[2:] if words[0] == "-W" else words
         program, words = words[0], words[1:]
-    elif program in ("mkdir", "cp", "sed", "tar", "git"):
+    elif program in ("mkdir", "cp", "sed", "tar", "git", "play"):  # the last is of learning.sh
         return
     file = Path(program)
     if file.stem.startswith("appo_"):  # or a copy of one in another folder, perhaps with what multigpu adds

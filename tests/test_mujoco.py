@@ -88,7 +88,7 @@ def test_a_time_limit_bootstraps_from_the_true_last_observation():
         while inference.full.empty():
             inference.requests = [0]
             inference.serve()
-            if envs.over.all():  # the observation that has just been served is the last one of both episodes
+            if envs.done.all():  # the observation that has just been served is the last one of both episodes
                 last = inference.mailbox.obs["obs"].copy()
             envs.step()
     block = inference.full.get()
@@ -283,7 +283,7 @@ def test_every_task_has_a_network(task):
     for _ in range(3):
         gaussians, values, _ = agent({name: part[None] for name, part in m.obs.items()}, m.first[None], state)
         assert gaussians.isfinite().all() and values.isfinite().all()
-        m.action[:] = appo.draw(gaussians[0].detach())
+        m.action[:] = appo.sample_actions(gaussians[0].detach())
         envs.step()
     envs.envs.close()
 
@@ -312,7 +312,7 @@ def test_gaussians_against_torch_distributions():
 def test_sampling_follows_the_policy():
     torch.manual_seed(0)
     gaussians = torch.tensor([[1.0, -2.0, 0.0, math.log(0.5), 0.0, math.log(3.0)]]).repeat(100_000, 1)
-    actions = appo.draw(gaussians)
+    actions = appo.sample_actions(gaussians)
     torch.testing.assert_close(actions.mean(0), torch.tensor([1.0, -2.0, 0.0]), atol=0.03, rtol=0)
     torch.testing.assert_close(actions.T.cov(), torch.diag(torch.tensor([0.25, 1.0, 9.0])), atol=0.1, rtol=0)
 
@@ -347,7 +347,7 @@ def test_log_ratio_at_lag_zero():
             acted.append(torch.cat([gaussians[0] for gaussians, _, _ in step]))
             state = torch.cat([after for _, _, after in step])
         mu = torch.stack(acted)
-        actions = appo.draw(mu)
+        actions = appo.sample_actions(mu)
         gaussians = agent(obs, first, torch.zeros(B, agent.state_size))[0]
         assert (appo.log_prob(gaussians, actions) - appo.log_prob(mu, actions)).std() < 1e-4
 
@@ -459,7 +459,7 @@ def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
     obs = {name: torch.from_numpy(part)[None] for name, part in envs.reset(seed=1)[0].items()}
     logits, _, _ = agent(obs, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, agent.state_size))
     assert logits.shape == (1, 1, 6)
-    assert module.to_bounds(module.draw(logits[0]).detach().numpy(), envs.single_action_space) in envs.action_space
+    assert module.to_bounds(module.sample_actions(logits[0]).detach().numpy(), envs.single_action_space) in envs.action_space
     envs.close()
 
     def evaluated(*flags: str):

@@ -241,14 +241,14 @@ def test_every_batch_has_its_share(appo):
     assert appo.replayed_per_iteration(learner.args) == 9
     sent = learner.inference.learner_pipe.sent
     for again, batches in ((np.arange(10, 19), 3), (np.arange(0), 1)):
-        dealt = []
-        learner.gather = lambda slots, dealt=dealt: dealt.append(sorted(slots.tolist()))
+        shuffled = []
+        learner.gather = lambda slots, shuffled=shuffled: shuffled.append(sorted(slots.tolist()))
         learner.update = lambda batch, last_epoch: {"x": torch.tensor(len(sent))}
         learner.choose_replayed = lambda newest, again=again: (again, {"replay/x": 7})
         metrics = learner.iterate([slice(0, 6)])
-        assert metrics["x"] == 0 and metrics["replay/x"] == 7 and len(sent) == 1 and len(dealt) == 4 * batches
-        assert all(sum(i < 6 for i in batch) == 6 // batches and len(batch) == (6 + len(again)) // batches for batch in dealt)
-        epochs = [dealt[i : i + batches] for i in range(0, len(dealt), batches)]
+        assert metrics["x"] == 0 and metrics["replay/x"] == 7 and len(sent) == 1 and len(shuffled) == 4 * batches
+        assert all(sum(i < 6 for i in batch) == 6 // batches and len(batch) == (6 + len(again)) // batches for batch in shuffled)
+        epochs = [shuffled[i : i + batches] for i in range(0, len(shuffled), batches)]
         assert [sorted(sum(epoch, [])) for epoch in epochs] == [[*range(6), *again]] * 4
         assert batches == 1 or len(set(map(str, epochs))) == 4
         sent.clear()

@@ -88,7 +88,7 @@ MUTANTS = {
         (ACTIONS, "self.mailbox.action[rows]")]),
     "the host reads device memory": (".numpy() is not supported", lambda file: [(ACTIONS, "actions.numpy()")]),
     "indices that stay on the host": ("Expected all tensors to be on the same device", lambda file: [
-        ("        places = places.to(self.device, non_blocking=True)\n", "")]),
+        ("        indices = indices.to(self.device, non_blocking=True)\n", "")]),
 }  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def {0}(*arguments):
 
 @pytest.mark.parametrize("variant", VARIANTS[:2])
 @pytest.mark.parametrize("edit", [
-    replacing(STRAY.format("draw", "result.sum().item()")),
+    replacing(STRAY.format("sample_actions", "result.sum().item()")),
     replacing(STRAY.format("appo_loss", "result[0].isnan().any().item()")),
     replacing(STRAY.format("appo_loss", "[result[0] + 1 for _ in range(100)]")),
 ])  # fmt: skip
@@ -246,7 +246,7 @@ LOSS_IS = {
     DOOM: "        loss, metrics = appo_loss(self.args, self.agent, SimpleNamespace(**batch))\n",
 }
 LAGS = "        batch.lags = self.version - batch.versions\n"
-OBS = "        obs, (rows, t, slots, first) = self.store_obs(obs, places)\n"
+OBS = "        obs, (rows, t, slots, first) = self.store_obs(obs, indices)\n"
 CAPTURING = "cannot be recorded as a CUDA graph (use --no-cuda-graphs): CUDA error: operation not permitted when stream is capturing"
 CHANGES = "cannot be recorded as a CUDA graph (use --no-cuda-graphs): it uses a number that changes"
 WRONG = ("not close", "not finite", "freed")
