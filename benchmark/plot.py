@@ -102,6 +102,8 @@ def when(runs: list[tuple[float, float]]) -> list[str]:
     seconds, steps = [run[0] for run in runs], [run[1] for run in runs]
 
     def some(values: list[float], text) -> str:
+        if len(values) > 3 and min(values) == np.inf:
+            return "-"
         texts = [text(value) if value < np.inf else "-" for value in (statistics.median(values), *sorted(values))]
         return ", ".join(texts[1:]) if len(values) <= 3 else f"{texts[0]} ({texts[1]} to {texts[-1]})"
 
@@ -134,7 +136,7 @@ def learning_table() -> str:
             ends = [points[-1, 2] for points in seeds.values() if points[-1, 1] > 0.9 * length]  # not of a run that was stopped
             span = " to ".join(f"{end:,.{0 if goal > 100 else 1}f}" for end in sorted({min(ends), max(ends)})) + f" ({length / 1e6:.2g}M)"
         peer = [f"{name}: {'; '.join(when(reached(lines, goal)))}" for name, lines in peer_curves(goal, *peers[:1]).items()] or [""]
-        rows.append([f"`{flags}`", f"{goal:,}", *when(reached(seeds, goal)), span, *peer])
+        rows.append([f"`{flags}`", f"{goal:,}", *(when(reached(seeds, goal)) + ["-"])[:2], span, *peer])
     return table(["command", "goal", "steps to it", "time to it", "return at the end (steps)", "a peer: steps; time"], rows)
 
 
