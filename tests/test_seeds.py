@@ -44,7 +44,7 @@ def test_settings_and_seeds(run, tmp_path):
         r.wait_for(lambda: log.exists() and "frames/s" in log.read_text().rpartition("stopped: ")[2], 60, "a report")
         r.process.send_signal(number)  # ends the run too, which saves
         assert r.wait(30) == code and re.search(r"stopped: .*\n.* play: .*\n.*\n.* continue: .*\n$", log.read_text()) and not out.exists()
-    assert another(command, tmp_path) == "error: default_1 is there, made by another command"
+    assert another(command, tmp_path) == "error: default_1 already exists, made by another command"
 
     first = python(*command, folder=tmp_path)
     assert "resuming " in log.read_text() and first.returncode == 1
@@ -59,9 +59,9 @@ def test_settings_and_seeds(run, tmp_path):
     assert '"command": "' in before and '"lag": ' in before and "--vf-coef=0.25" in before and '"cpu"' in before
     command.remove("no-such-flag=1")
     again = python(*command, folder=tmp_path)
-    assert again.returncode == 0 and "began" not in again.stdout and out.read_text() == before
+    assert again.returncode == 0 and "started" not in again.stdout and out.read_text() == before
     shutil.rmtree(tmp_path / "runs")
-    assert another(command, tmp_path) == "error: default_1 is there, made by another command" and not (tmp_path / "runs").exists()
+    assert another(command, tmp_path) == "error: default_1 already exists, made by another command" and not (tmp_path / "runs").exists()
 
 
 def test_a_grid_side_by_side(run, tmp_path):
