@@ -34,16 +34,16 @@ This file is an edit of appo_gym.py. What differs:
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
-     | step its environments         | -----------------> | inference thread                         |
+     | step a group of environments, | -----------------> | inference thread                         |
      | write obs, reward, ... into   |                    |   copy the rows of all waiting groups    |
-     | its rows of the mailbox       | <----------------- |   into the rollouts, forward, sample,    |
+     | the group's mailbox rows      | <----------------- |   into the rollouts, forward, sample,    |
      |                               |       reply        |   write actions into the mailbox         |
      +-------------------------------+                    +------------------------------------------+
                                                              | full blocks               ^ free blocks
                                                           +------------------------------------------+
                                                           | learner (main thread)                    |
-                                                          |   V-trace, PPO steps on the same network |
-                                                          |   that acts: version v+1, v+2, ...       |
+                                                          |   V-trace, PPO steps: each makes a new   |
+                                                          |   version of the policy that acts        |
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
 
@@ -72,15 +72,15 @@ of the next episode. Two flags are therefore enough:
     first[t]       obs[t] is the first of an episode: the recurrent state is zeroed before obs[t] enters it
     terminated[t]  action t ended the episode for good: the discount of step t is gamma * (1 - terminated[t])
 
-A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action) cuts the V-trace trace and is
-excluded from every loss, mean and step count. A time limit needs no flag of its own: its last step bootstraps from the
-value of the true last observation.
+A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action) cuts the trace and is excluded
+from every loss, mean and step count. A time limit needs no flag of its own: its last step bootstraps from the value of
+the true last observation.
 """
 
 import signal
 import sys
 
-if __name__ == "__main__":  # importing takes seconds; until it is done, Ctrl-C exits without a traceback
+if __name__ == "__main__":  # until `handle_signals`, Ctrl-C ends the process without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     print("importing torch ...", file=sys.stderr)
 
@@ -146,7 +146,7 @@ class Args:
     total_timesteps: int = 3_000_000  # stop after this many steps
     device: str = "cpu"  # cpu, cuda, or cuda:1 (the second GPU): a GPU pays off for wide networks only
     cuda_graphs: bool = False
-    """record acting and the gradient computation as CUDA graphs, one for each batch size, so that each is one launch;
+    """record acting and the gradient computation as CUDA graphs (one per batch size), which take one launch each;
     ignored on a CPU"""
     experiment: str | None = None  # the run's folder in train_dir, resumed if it exists. Default: a new one
     train_dir: str = "train_dir"  # folder of all experiments
@@ -171,23 +171,24 @@ class Args:
     vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 gives the paper's V-trace
     clip_coef: float = 0.2  # PPO: the ratio is clipped to [1/(1+e), 1+e], not to [1-e, 1+e]
     ppo_clip_value: float = 1.0
-    """PPO: clip of the change of the value since acting time, in standard deviations of the targets"""
-    vf_coef: float = 0.5  # coefficient of the value loss, whose error is in standard deviations of the targets
+    """PPO: clip range around the value at acting time, in standard deviations of the targets"""
+    vf_coef: float = 0.5  # coefficient of the value loss, computed in standard deviations of the targets
     kl_loss_coef: float = 0.1  # coefficient of KL(pi, mu), a penalty for leaving the acting policy
     ent_coef: float = 0.0  # coefficient of the entropy bonus
-    max_grad_norm: float = 0.5  # clip of the gradient norm; 0: no clipping
+    max_grad_norm: float = 0.5  # maximum gradient norm; 0: no clipping
     rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
     initial_stddev: float | None = None
-    """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to 1 after the
-    first iteration if an episode has terminated in it"""
+    """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to 1 before the
+    first update if an episode has terminated by then"""
 
     def __post_init__(self):
-        self.typed = asdict(self)  # saved in cfg.json, without what is derived below: that depends on the machine
+        self.typed = asdict(self)  # saved in cfg.json, before defaults that depend on the machine are filled in
         self.cuda_graphs &= self.device.startswith("cuda")
         if self.num_workers is None:
             most = num_cores() * (1 if self.device == "cpu" else 2)
             self.num_workers = max(n for n in range(1, most + 1) if self.num_envs % n == 0)
+        self.sync |= self.num_workers == 0
 
 
 # === Environment ======================================================================================================
@@ -206,7 +207,7 @@ def parts_of(space, observation, name="obs"):
     """Yields (name, space, value) for each leaf of an observation; leaves of a Dict or Tuple are named obs/KEY."""
     if isinstance(space, (Dict, Tuple)):
         for key, part in space.items() if isinstance(space, Dict) else enumerate(space):
-            yield from parts_of(part, observation[key], f"{name}/{key}".replace(".", ":"))  # a module's name has no dot
+            yield from parts_of(part, observation[key], f"{name}/{key}".replace(".", ":"))  # nn.ModuleDict forbids dots
     else:
         yield name, space, observation
 
@@ -251,7 +252,7 @@ class NamedArrays(gym.Wrapper):
         space = self.env_action_space
         observation, *outcome, info = self.env.step(action.reshape(space.shape).astype(space.dtype))
         reward, terminated, truncated = (np.asarray(value).item() for value in outcome)  # may be arrays of size 1
-        extra_metrics = {name: np.asarray(info[name]).item() for name in EXTRA_METRICS if name in info}
+        extra_metrics = {name: np.asarray(info[name], float).item() for name in EXTRA_METRICS if name in info}
         return self.arrays(observation), reward, terminated, truncated, extra_metrics
 
 
@@ -317,15 +318,14 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     def make() -> gym.Env:
         return NamedArrays(gym.make(args.env_id, **options))
 
-    mode = gym.vector.AutoresetMode.NEXT_STEP
-    return gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=mode)
+    return gym.vector.SyncVectorEnv([make] * num_envs, copy=False)  # NEXT_STEP is its default
 
 
 NO_BOUND = np.float32(1e10)  # MuJoCo's mjMAXVAL, which dm_control uses for actuators without a limit
 
 
 def to_bounds(action, space):
-    """Maps the policy's actions [..., numbers] to a Box and returns a copy. In a dimension with two bounds below
+    """Maps the policy's actions [..., action_size] to a Box and returns a copy. In a dimension with two bounds below
     NO_BOUND in size, [-1, 1] becomes the range; other dimensions stay unchanged. All are clipped."""
     bounded = (space.low > -NO_BOUND) & (space.high < NO_BOUND)
     low = np.where(bounded, space.low, -1)
@@ -340,7 +340,7 @@ class Spaces(NamedTuple):
     """Describes the environments to the pipeline."""
 
     obs: dict[str, Box]  # the arrays of an observation, by name
-    numbers: int  # of an action
+    action_size: int  # numbers of an action
 
 
 def spaces_of(args: Args) -> Spaces:
@@ -396,7 +396,7 @@ class Normalizer(nn.Module):
             raise FloatingPointError("an observation or a return is not finite, or its square is not")
         self.mean.lerp_(mean, weight)
         self.var.copy_(var)
-        self.count.add_(n)
+        self.count += n
         self.std.copy_((var + 1e-5).sqrt())
 
 
@@ -428,7 +428,7 @@ class PopArt(Normalizer):
         old_std = self.std.clone()
         super().update(targets, valid)
         self.count.clamp_(max=100_000)  # beyond that, older samples decay, because returns change
-        self.linear.weight.mul_(old_std / self.std)
+        self.linear.weight *= old_std / self.std
         self.linear.bias.copy_((old_std * self.linear.bias + old_mean - self.mean) / self.std)
 
 
@@ -459,62 +459,61 @@ class Agent(nn.Module):
         for name, space in spaces.obs.items():
             self.normalizers[name] = Normalizer(space.shape, unit=1.0)
             inputs += space.shape[0]
-        self.acting = tower(inputs, args.hidden_size)
-        self.valuing = tower(inputs, args.hidden_size)
+        self.policy_tower = tower(inputs, args.hidden_size)
+        self.value_tower = tower(inputs, args.hidden_size)
         self.core = None
         self.state_size = 0
         if args.rnn_type == "gru":
             self.state_size = 2 * args.hidden_size
             self.core = nn.GRUCell(self.state_size, self.state_size)
         self.critic = PopArt(init_layer(nn.Linear(args.hidden_size, 1), gain=1.0))
-        self.policy = init_layer(nn.Linear(args.hidden_size, spaces.numbers), gain=0.01)
-        self.log_std = nn.Parameter(torch.full((spaces.numbers,), np.log(args.initial_stddev or 0.5)))
+        self.policy = init_layer(nn.Linear(args.hidden_size, spaces.action_size), gain=0.01)
+        self.log_std = nn.Parameter(torch.full((spaces.action_size,), np.log(args.initial_stddev or 0.5)))
 
     def encode(self, obs):
         """Returns the features of both towers [N, 2 * hidden_size] for obs by name [N, size]."""
         x = torch.cat([self.normalizers[name](x) for name, x in obs.items()], -1)
-        return torch.cat([self.acting(x), self.valuing(x)], -1)
+        return torch.cat([self.policy_tower(x), self.value_tower(x)], -1)
 
     def forward(self, obs, first, state):
         """Takes obs by name [T, B, ...], first bool [T, B] and the state float32 [B, state_size] before obs[0]. The
-        state is zeroed wherever `first` is set. Returns gaussians [T, B, 2 * numbers], values [T, B] and the state
+        state is zeroed wherever `first` is set. Returns gaussians [T, B, 2 * action_size], values [T, B] and the state
         after obs[T-1]."""
         T, B = first.shape
         x = self.encode({name: part.flatten(0, 1) for name, part in obs.items()}).unflatten(0, (T, B))
         if self.core is not None:
             outputs = []
             for features, begins in zip(x, first):
-                state = torch.where(begins.unsqueeze(-1), 0.0, state)
-                state = self.core(features, state)
+                state = self.core(features, state.masked_fill(begins.unsqueeze(-1), 0.0))
                 outputs.append(state)
             x = torch.stack(outputs)
-        acting, valuing = x.chunk(2, -1)
-        mean = self.policy(acting)
+        for_policy, for_value = x.chunk(2, -1)
+        mean = self.policy(for_policy)
         gaussians = torch.cat([mean, self.log_std.expand_as(mean)], -1)
-        return gaussians, self.critic(valuing), state
+        return gaussians, self.critic(for_value), state
 
 
 def sample_actions(gaussians):
-    """Samples actions [..., numbers] from gaussians [..., 2 * numbers]."""
+    """Samples actions [..., action_size] from gaussians [..., 2 * action_size]."""
     mean, log_std = gaussians.chunk(2, -1)
     return mean + log_std.exp() * torch.randn_like(mean)
 
 
 def log_prob(gaussians, actions):
-    """Returns the joint log-probability [...] of actions [..., numbers] under gaussians [..., 2 * numbers]."""
+    """Returns the joint log-probability [...] of actions [..., action_size] under gaussians [..., 2 * action_size]."""
     mean, log_std = gaussians.chunk(2, -1)
     logprobs = -0.5 * ((actions - mean) / log_std.exp()).square() - log_std - 0.5 * np.log(2 * np.pi)
     return logprobs.sum(-1)
 
 
 def entropy_of(gaussians):
-    """Returns the entropy [...] of gaussians [..., 2 * numbers]."""
+    """Returns the entropy [...] of gaussians [..., 2 * action_size]."""
     _, log_std = gaussians.chunk(2, -1)
     return (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
 
 
 def kl_divergence(p, q):
-    """Returns KL(p, q) [...] of two policies, given by their gaussians [..., 2 * numbers]."""
+    """Returns KL(p, q) [...] of two policies, given by their gaussians [..., 2 * action_size]."""
     mean_p, log_std_p = p.chunk(2, -1)
     mean_q, log_std_q = q.chunk(2, -1)
     difference = log_std_q - log_std_p
@@ -595,7 +594,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
 
     with torch.no_grad():
         variance = mean((targets - mean(targets)).square())
-        samples = {
+        per_sample = {
             "losses/policy_loss": policy_losses,
             "losses/value_loss": value_losses,
             "losses/entropy": entropy,
@@ -606,7 +605,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
             "vtrace/rho_mean": ratio.clamp(max=args.vtrace_rho),
             "vtrace/rho_clipfrac": (ratio > args.vtrace_rho).float(),
         }
-        metrics = dict(zip(samples, mean(torch.stack(list(samples.values())))))
+        metrics = dict(zip(per_sample, mean(torch.stack(list(per_sample.values())))))
     return loss, targets, metrics
 
 
@@ -628,27 +627,18 @@ def slice_of(args: Args, i: int) -> slice:
 
 
 def num_blocks(args: Args) -> int:
-    """Returns two for each of W groups: W can be LEARNING while every group fills another. There is no deadlock:
-    while the learner waits it holds at most W - 1 blocks and none is FULL, so every group fills one or finds a FREE
-    one. With --sync there is one for each group, so none is FREE before the last step of the iteration: nothing else
-    differs."""
-    sync = args.sync or args.num_workers == 0
-    return max(1, args.num_workers) * (1 if sync else 2)
+    """Returns 2 W for W groups: W blocks can be LEARNING while every group fills another. There is no deadlock: while
+    the learner waits, it holds at most W - 1 blocks and none is FULL, so every group fills one or finds a FREE one.
+    With --sync there are W, so none is FREE until the learner returns them all; that is the only difference."""
+    return max(1, args.num_workers) * (1 if args.sync else 2)
 
 
-def zeros_for(spaces: Spaces, *shape, device="cpu"):
+def zeros_for(spaces: Spaces, *shape):
     """Returns zero observations by name [*shape, ...]."""
     return {
-        name: torch.zeros(*shape, *space.shape, dtype=getattr(torch, space.dtype.name), device=device)
+        name: torch.zeros(*shape, *space.shape, dtype=getattr(torch, space.dtype.name))
         for name, space in spaces.obs.items()
     }
-
-
-def map_leaves(function, fields):
-    """Applies a function to every leaf of a nested dict."""
-    if isinstance(fields, dict):
-        return {name: map_leaves(function, field) for name, field in fields.items()}
-    return function(fields)
 
 
 class Mailbox:
@@ -665,31 +655,31 @@ class Mailbox:
         self.first = torch.zeros(rows, dtype=torch.bool)  # obs is the first of an episode
         self.episode = torch.zeros(rows, len(EPISODE))  # sums of the episode that just ended, else zeros
         # written by inference, between a request and its reply
-        self.action = torch.zeros(rows, spaces.numbers)  # the next action, as sampled: see `to_bounds`
+        self.action = torch.zeros(rows, spaces.action_size)  # the next action, as sampled: see `to_bounds`
 
     def share(self) -> SimpleNamespace:
         """Moves the fields to shared memory and returns them as NumPy arrays, whose indexing is cheaper than
         torch's."""
-        return SimpleNamespace(**map_leaves(lambda field: field.share_memory_().numpy(), vars(self)))
+        return SimpleNamespace(**tree_map(lambda field: field.share_memory_().numpy(), vars(self)))
 
 
 class Rollouts:
     """The rollouts [time, slot, ...], private to the main process. Observations and the results of inference stay on
     the device. Flags, rewards and versions are host arrays, so that the learner can find valid samples without waiting
-    for the device. `Learner.gather` copies every field. Rewards and log-probabilities start as NaN, so that reading an
-    unwritten slot makes the loss NaN.
+    for the device. `Learner.gather` copies every field. Floats of each step start as NaN, so that reading an unwritten
+    slot makes the loss NaN.
 
     The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
     `Inference.receive`, to which `Learner.iterate` returns it."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device, written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
-        self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
-        self.actions = torch.full((T, slots, spaces.numbers), torch.nan, device=device)
-        self.gaussians = torch.full((T, slots, 2 * spaces.numbers), torch.nan, device=device)  # the acting policy (mu)
-        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
-        self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
-        self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
+        with device:  # written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
+            self.obs = zeros_for(spaces, T + 1, slots)  # T + 1: the last value bootstraps from obs[T]
+            self.actions = torch.full((T, slots, spaces.action_size), torch.nan)
+            self.gaussians = torch.full((T, slots, 2 * spaces.action_size), torch.nan)  # the acting policy (mu)
+            self.logprobs = torch.full((T, slots), torch.nan)  # of the actions under the acting policy (mu)
+            self.values = torch.full((T, slots), torch.nan)  # of the acting policy, for value clipping only
+            self.rnn_state = torch.zeros((1, slots, state_size))  # before obs[0], not yet zeroed by first[0]
         # on the host, written by `Inference.store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
@@ -701,14 +691,14 @@ class Rollouts:
 
 
 class WorkerEnvs:
-    """The environments of one worker. `reset` and `step` write its mailbox rows, which then belong to the caller until
+    """The environments of one group. `reset` and `step` write its mailbox rows, which then belong to the caller until
     it has filled in the actions and calls `step` again."""
 
-    def __init__(self, args: Args, worker: int, mailbox: SimpleNamespace, seed: int):
+    def __init__(self, args: Args, group: int, mailbox: SimpleNamespace, seed: int):
         """Takes the mailbox's arrays. Environment i is seeded with seed + i; the seed is reduced modulo 2**30."""
         n = rows_per_group(args)
         self.mailbox = mailbox
-        self.rows = slice_of(args, worker)
+        self.rows = slice_of(args, group)
         self.seed = seed % 2**30  # accepted by every engine
         self.envs = make_envs(args, n)
         self.done = np.zeros(n, bool)  # the last step ended an episode, so the next one only resets
@@ -739,20 +729,17 @@ class WorkerEnvs:
             getattr(self.mailbox, name)[self.rows] = value
 
 
-def ask(pipe) -> bool:
-    """Tells inference that the rows are written, and waits until the actions are. Returns False if the run has
-    ended."""
+def answer(pipe):
+    """Waits for a group's actions. Returns the number of the group, or None if the run has ended."""
     try:
-        pipe.send(None)
-        pipe.recv()
-        return True
+        return pipe.recv()
     except (EOFError, ConnectionError):
-        return False
+        return None
 
 
 def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
-    """Body of an actor. Protocol on its pipe: None = rows written, or actions ready; a str = a traceback; EOF = the
-    other side is gone, however it ended."""
+    """Runs an actor. Protocol on its pipe: the number of a group = its rows are written, or its actions are ready;
+    a str = an error; EOF = the other side is gone, however it ended."""
     if args.num_workers:  # otherwise this is a thread of the main process
         os.set_inheritable(pipe.fileno(), False)  # child processes of the environment would delay EOF
         # The kernel stops a background process group that uses its terminal, unless it ignores these signals
@@ -775,8 +762,10 @@ def run_actor(args: Args, worker: int, seed: int, mailbox: Mailbox, pipe):
             gym.logger.min_level = gym.logger.WARN
         with contextlib.closing(worker_envs.envs):
             worker_envs.reset()
-            while ask(pipe):
+            pipe.send(worker)
+            while answer(pipe) is not None:
                 worker_envs.step()
+                pipe.send(worker)
     except BaseException:  # includes sys.exit() in an environment
         with contextlib.suppress(ConnectionError):  # the run has ended
             pipe.send(traceback.format_exc().strip())
@@ -800,7 +789,7 @@ def wait_for(device):
 
 
 def own_stream(device, priority=0):
-    """Returns a context with a stream for this thread. With priority -1 its kernels do not queue behind a backward
+    """Returns a context manager with a new stream. With priority -1 its kernels do not queue behind a backward
     pass."""
     module = torch.get_device_module(device)
     if device.index is not None:
@@ -827,7 +816,7 @@ def recorded(function, device):
     is one recording for each combination of input shapes. Inputs, which may be on the host, are copied to buffers
     allocated at recording time; outputs use the same memory each time, so the next call overwrites them.
 
-    The function must not wait for the device, copy from the host or create shapes that depend on values. Apart from its
+    The function must not wait for the device, copy from the host or have data-dependent shapes. Apart from its
     inputs, it may only use tensors that are modified in place, and Python numbers that never change: the graph has
     their values baked in. To detect a change, calls 4, 8, 16, ... run eagerly, and their operations are compared.
     Raises UserError if the function cannot be recorded."""
@@ -851,8 +840,8 @@ def recorded(function, device):
                         recording.outputs = function(*recording.inputs)
                 except RuntimeError as error:
                     raise UserError(f"{problem}{error.__context__ or error}") from None
-            for place, x in zip(tree_leaves(recording.inputs), tensors):
-                place.copy_(x, non_blocking=True)
+            for buffer, x in zip(tree_leaves(recording.inputs), tensors):
+                buffer.copy_(x, non_blocking=True)
             if recording.calls == 2 or recording.calls & recording.calls - 1:  # calls 4, 8, 16, ... are checked below
                 recording.graph.replay()
                 return recording.outputs
@@ -890,26 +879,25 @@ class Inference:
         self.mailbox = self.shared_mailbox.share()  # views of the same memory
         self.rollouts = Rollouts(spaces, args.rollout, blocks[-1].stop, agent.state_size, device)
         self.state = torch.zeros(args.num_envs, agent.state_size, device=device)
-        self.filling = dict(enumerate(blocks[:groups]))  # block by group; without one it waits for a FREE block
+        self.filling = dict(enumerate(blocks[:groups]))  # by group; a group without one waits for a FREE block
         self.t = np.zeros(groups, int)  # steps in the FILLING block of each group
         self.free = deque(blocks[groups:])
         self.full = queue.SimpleQueue()  # blocks to the learner
         self.error = None  # the error, or KeyboardInterrupt, that ends the run
-        self.returned, self.learner_pipe = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
-        self.pipes, self.actor_pipes = zip(*[mp.Pipe() for _ in range(groups)])
+        self.returned, self.learner_pipe = mp.Pipe(duplex=False)  # free blocks; closing it ends the thread
+        self.pipes = [None] * groups  # to the actors, set by `running`
         self.selector = selectors.DefaultSelector()
-        for pipe in (self.returned, *self.pipes):
-            self.selector.register(pipe, selectors.EVENT_READ)
+        self.selector.register(self.returned, selectors.EVENT_READ)
         self.requests = []  # groups waiting for actions, oldest first; this thread owns their rows
-        self.heard = np.full(groups, time.monotonic())  # time of each worker's last request or reply
+        self.heard = np.full(groups, time.monotonic())  # time of the last reply to each worker
         self.episodes = deque(maxlen=100)  # the last finished episodes, see EPISODE
         self.counts = Counter()  # rows served, and forward passes
-        self.waited = Counter()  # seconds, of this thread and of the learner, by what they waited for
+        self.waited = Counter()  # seconds that this thread and the learner waited, by cause
         if args.cuda_graphs:
             self.choose = recorded(self.choose, device)
 
     def run(self):
-        """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
+        """Runs in its own thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), own_stream(self.device, priority=-1):
                 while not self.learner_pipe.closed:
@@ -948,8 +936,8 @@ class Inference:
                 tqdm.write(f"worker {worker} has not answered for {SILENCE} s: its environments are slow or stuck")
 
     def receive(self, pipe):
-        """Receives a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError if an actor
-        died."""
+        """Receives a group's request, or blocks from the learner: LEARNING -> FREE. Raises UserError if an actor's
+        death ends the run."""
         if pipe is self.returned:
             with contextlib.suppress(EOFError):  # `learner_pipe` was closed
                 self.free.extend(pipe.recv())
@@ -959,10 +947,9 @@ class Inference:
             message = pipe.recv()
         except (EOFError, OSError):
             raise UserError(f"actor {worker} was killed, or crashed") from None
-        if message is not None:
+        if isinstance(message, str):
             raise UserError(f"actor {worker} raised an exception\n{message}")
-        self.requests.append(worker)
-        self.heard[worker] = time.monotonic()
+        self.requests.append(message)
 
     def serve(self):
         """Hands complete blocks to the learner, then answers all groups that have a block or get a new one. The others
@@ -985,7 +972,7 @@ class Inference:
         for group in ready:
             self.heard[group] = time.monotonic()
             with contextlib.suppress(ConnectionError):  # the actor died; `receive` will notice
-                self.pipes[group].send(None)
+                self.pipes[group].send(group)
 
     def store(self, groups: list[int]):
         """Copies rewards and flags of the groups' mailbox rows to the rollouts. Returns the observations by name
@@ -997,7 +984,7 @@ class Inference:
         t = self.t[groups].repeat(rows_per_group(self.args))
         first = mailbox.first[rows]
         rollouts.first[t, slots] = first
-        # At t = 0 these belong to the previous block, which has them; index -1 is overwritten when t reaches T
+        # At t = 0 these belong to the previous block, which has them already; row -1 is overwritten at t = T
         rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
         rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
         obs = {name: torch.from_numpy(source[None, rows]) for name, source in mailbox.obs.items()}
@@ -1022,16 +1009,16 @@ class Inference:
         rows, t, slots, _ = indices.numpy()
         with self.lock:
             actions = self.choose(obs, indices)
-            self.mailbox.action[rows] = actions.cpu().numpy()  # waits for the device: only then may the lock go
+            self.mailbox.action[rows] = actions.cpu().numpy()  # the lock must be held until the device is done
             self.rollouts.versions[t, slots] = self.version
         self.t[groups] += 1
-        ended = rows[self.mailbox.episode[rows].any(axis=1)]
-        self.episodes.extend(self.mailbox.episode[ended].tolist())
+        episodes = self.mailbox.episode[rows]
+        self.episodes.extend(episodes[episodes.any(axis=1)].tolist())
         self.counts["rows"] += len(rows)
         self.counts["forwards"] += 1
 
     def choose(self, obs, indices):
-        """The device's part of `act`, with the results of `store`. Returns actions [N, numbers]."""
+        """The device's part of `act`, with the results of `store`. Returns actions [N, action_size]."""
         rollouts = self.rollouts
         obs, (rows, t, slots, first) = self.store_obs(obs, indices)
         gaussians, values, self.state[rows] = self.agent(obs, first.bool()[None], self.state[rows])
@@ -1095,7 +1082,6 @@ class Learner:
             for batch in np.array_split(shuffled, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         self.inference.learner_pipe.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
         return metrics | {
             "charts/learning_rate": learning_rate,
@@ -1112,7 +1098,7 @@ class Learner:
                 return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
             return field.index_select(1, d_slots)
 
-        return SimpleNamespace(**map_leaves(take, vars(self.inference.rollouts)))
+        return SimpleNamespace(**tree_map(take, vars(self.inference.rollouts)))
 
     def differentiate(self, batch: dict):
         """The device's part of `update` before the optimizer step: the loss and its clipped gradient. Returns the
@@ -1124,7 +1110,7 @@ class Learner:
         return targets, metrics | {"losses/grad_norm": grad_norm}, torch.stack([loss.detach(), grad_norm])
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """Makes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if loss or gradient is
+        """Takes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if loss or gradient is
         not finite."""
         targets, metrics, checked = self.differentiate(vars(batch))
         loss, grad_norm = checked.tolist()
@@ -1164,7 +1150,7 @@ class Learner:
 #    - any other error in the inference thread: `run` -> `end_with` -> `collect` raises it;
 #    - an error in the learner: it propagates.
 # 2. `train` saves and reports. Leaving `running` ends the inference thread and closes the pipes.
-# 3. In each actor `ask` returns False; `run_actor` closes the environments and kills its process group.
+# 3. In each actor `answer` returns None; `run_actor` closes the environments and kills its process group.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
@@ -1186,8 +1172,8 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Seeds the generators of the network and of sampling; in an actor, those that its environments may use, which
-    would otherwise produce the same numbers in every actor."""
+    """Seeds the global generators. In an actor only its environments may use them; unseeded, they would draw the same
+    numbers in every actor."""
     seed %= 2**32  # the range that NumPy accepts
     random.seed(seed)
     np.random.seed(seed)
@@ -1196,8 +1182,8 @@ def seed_generators(seed: int):
 
 def handle_signals(inference: Inference):
     """Turns signals into a message to the learner, so that no update is interrupted. The fork server starts while
-    signals are ignored and inherits that, as does an actor until it has its own process group. Called after the
-    environment's module was imported, because that may set handlers of its own."""
+    signals are ignored and inherits that, as does an actor until it has its own process group. Called after
+    `spaces_of`, because an environment's module may set handlers of its own."""
     times = []
 
     def handler(*_):
@@ -1236,25 +1222,32 @@ def running(inference: Inference):
     thread = threading.Thread(target=inference.run, name="inference", daemon=True)
     # fork is unsafe with threads and CUDA; spawn costs 100 MB per actor
     process_or_thread = mp.get_context("forkserver").Process if args.num_workers else threading.Thread
-    actors = []
+    actors = {}
+
+    def start(worker):
+        inference.pipes[worker], pipe = mp.Pipe()
+        inference.selector.register(inference.pipes[worker], selectors.EVENT_READ)
+        seed = random.Random(f"{args.seed} {inference.version} {worker}").getrandbits(30)
+        arguments = (args, worker, seed, inference.shared_mailbox, pipe)
+        actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
+        actor.start()
+        actors[worker] = actor
+        if args.num_workers:
+            pipe.close()  # now only the actor has it: EOF when it dies
+
     try:
+        for worker in range(len(inference.pipes)):
+            start(worker)
         thread.start()
-        for worker, pipe in enumerate(inference.actor_pipes):
-            seed = random.Random(f"{args.seed} {inference.version} {worker}").getrandbits(30)
-            arguments = (args, worker, seed, inference.shared_mailbox, pipe)
-            actor = process_or_thread(target=run_actor, args=arguments, daemon=True)
-            actor.start()
-            actors.append(actor)
-            if args.num_workers:
-                pipe.close()  # now only the actor has it: EOF when it dies
         yield
     finally:
         inference.learner_pipe.close()
-        thread.join(10)
-        for pipe in inference.pipes:
+        if thread.is_alive():
+            thread.join(10)
+        for pipe in filter(None, inference.pipes):
             pipe.close()
         deadline = time.monotonic() + 5
-        for worker, actor in enumerate(actors):
+        for worker, actor in actors.items():
             actor.join(max(0.0, deadline - time.monotonic()))
             if actor.is_alive():
                 print(f"worker {worker} did not end within 5 s: its environments are slow or stuck")
@@ -1272,7 +1265,7 @@ def save_checkpoint(folder: Path, learner: Learner):
         version=learner.inference.version,
         global_step=learner.global_step,
     )
-    buffer = io.BytesIO()  # writing it raises OSError on a full disk
+    buffer = io.BytesIO()  # torch.save hides OSError (a full disk)
     torch.save(content, buffer)
     (folder / "saving.tmp").write_bytes(buffer.getbuffer())
     os.replace(folder / "saving.tmp", folder / "latest.pth")
@@ -1322,7 +1315,6 @@ class Reporter:
             smoothing=0,
             bar_format="{percentage:.0f}% {bar} {remaining}{postfix}",
         )
-        self.metrics = {}  # of the last iteration
         self.score = "no episode has ended"
         self.last = Counter(seconds=time.monotonic(), steps=learner.global_step)
 
@@ -1344,13 +1336,13 @@ class Reporter:
         waits = change["learner"] / seconds
         scalars = self.metrics | {
             "charts/SPS": sps,
-            "stats/learner_wait": waits,  # fractions of time: the learner waits for FULL blocks,
-            "stats/inference_idle": change["requests"] / seconds,  # inference waits for requests,
-            "stats/inference_blocked": change["blocks"] / seconds,  # or has requests but no FREE block
+            "stats/learner_wait": waits,  # fraction of the time: the learner had no FULL block
+            "stats/inference_idle": change["requests"] / seconds,  # inference had no requests
+            "stats/inference_blocked": change["blocks"] / seconds,  # it had requests but no FREE block
             "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
         }
         if episodes := inference.episodes.copy():
-            scalars |= zip((f"charts/{name}" for name in EPISODE), np.mean(episodes, axis=0).tolist())
+            scalars |= zip((f"charts/{name}" for name in EPISODE), np.mean(episodes, axis=0))
             self.score = f"return {scalars['charts/episodic_return']:.2f}"
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, self.learner.global_step)
@@ -1415,7 +1407,8 @@ def train(args: Args, folder: Path) -> int:
         place = shlex.quote(str(folder))
         print(f"play: python evaluate.py {place} --env-id {shlex.quote(args.env_id)}")
         print(f"curves: tensorboard --logdir {place}")
-    print(f"continue: the same command with --experiment {shlex.quote(args.experiment)}")
+    more = " and a larger --total-timesteps" if learner.global_step >= args.total_timesteps else ""
+    print(f"continue: the same command with --experiment {shlex.quote(args.experiment)}{more}")
     return code
 
 

@@ -71,15 +71,15 @@ of the next episode. Three flags are therefore enough:
                    losses and their metrics, the input statistics and the step count, but cuts neither the trace (where
                    its ratio is 1 and its reward counts) nor the recurrent state
 
-A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action, or the replacement of an actor)
-cuts the V-trace trace and is excluded from every loss, mean and step count. A time limit needs no flag of its own: its
-last step bootstraps from the value of the true last observation.
+A transition t -> t+1 is valid iff not first[t+1]. An invalid one (the ignored action) cuts the trace and is excluded
+from every loss, mean and step count. A time limit needs no flag of its own: its last step bootstraps from the value of
+the true last observation.
 """
 
 import signal
 import sys
 
-if __name__ == "__main__":  # importing takes seconds; until it is done, Ctrl-C exits without a traceback
+if __name__ == "__main__":  # until `handle_signals`, Ctrl-C ends the process without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     print("importing torch ...", file=sys.stderr)
 
@@ -106,7 +106,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -166,7 +166,7 @@ class Args:
     device: str | None = None
     """cpu, cuda (all GPUs), or cuda:1 (the second GPU). Default: cuda if there is a GPU"""
     cuda_graphs: bool = False
-    """record acting and the gradient computation as CUDA graphs, one for each batch size, so that each is one launch;
+    """record acting and the gradient computation as CUDA graphs (one per batch size), which take one launch each;
     ignored on a CPU"""
     precision: Literal["float32", "bfloat16"] | None = None
     """number type of the encoder and, on a CPU, of the recurrent core. Default: bfloat16 if the device supports it"""
@@ -185,8 +185,7 @@ class Args:
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to core i of this process; turn it off if several runs share the machine"""
     actor_timeout: float = 120.0
-    """seconds that one start or step of a game may take before its actor is considered hung and replaced; 0: no
-    limit"""
+    """seconds that a start or step of a game may take before its actor counts as hung and is replaced; 0: no limit"""
     sync: bool = False  # alternate between collecting and learning, so that every iteration starts at lag 0
 
     # --- population
@@ -213,8 +212,7 @@ class Args:
     num_epochs: int = 1  # passes over the rollouts of an iteration
     max_batches_ahead: int = 1  # iterations collected ahead of the learner; more hide jitter but add lag
     max_policy_lag: int = 100  # samples this many versions old, or older, are excluded from the losses
-    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 4e-4
-    """Adam's learning rate; Sample Factory's 1e-4 learns more slowly (benchmark/README.md)"""
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 4e-4  # Adam's learning rate
     anneal_lr: bool = False  # decay the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # discount per step
     vtrace_rho: float = 1.0  # V-trace: upper bound of the importance weight of temporal differences (rho bar)
@@ -224,7 +222,7 @@ class Args:
     ppo_clip_value: float = 0.2  # PPO: clip of the change of the value since acting time
     vf_coef: float = 0.5  # coefficient of the value loss
     ent_coef: float = 0.001  # coefficient of the penalty on the symmetric KL divergence from the uniform policy
-    max_grad_norm: float = 4.0  # clip of the gradient norm; 0: no clipping
+    max_grad_norm: float = 4.0  # maximum gradient norm; 0: no clipping
     rnn_type: Literal["gru", "lstm", "none"] = "gru"  # type of the recurrent core
     hidden_size: int = 512  # units of the last layer of each image encoder, and of the recurrent core
     vector_size: int = 128  # units in each of the two layers for vectors
@@ -251,11 +249,12 @@ class Args:
             else:
                 capable = "_bf16" in Path("/proc/cpuinfo").read_text()  # AVX512-BF16 or AMX
             self.precision = "bfloat16" if capable else "float32"
-        self.typed = asdict(self)  # saved in cfg.json, without what is derived below: that depends on the machine
+        self.typed = asdict(self)  # saved in cfg.json, before defaults that depend on the machine are filled in
         self.device = device
         self.cuda_graphs &= cuda
         if self.num_workers is None:
             self.num_workers = num_cores()
+        self.sync |= self.num_workers == 0
         if self.worker_num_splits is None:
             self.worker_num_splits = 2 if cuda else 1
 
@@ -275,7 +274,7 @@ EPISODE = ("episodic_return", "episodic_length", *EXTRA_METRICS)
 NUMERIC_SPACES = (Box, Discrete, MultiDiscrete, MultiBinary)
 IMAGE_SIDE = 36  # shortest side that `image_encoder` can take; a uint8 array with two such sides is an image
 
-ENGINE_MEMORY = 3  # MiB of /dev/shm; an engine's file is 10 MiB but sparse: at 160x120 at most 2.8 MiB are used
+ENGINE_MEMORY = 3  # MiB of /dev/shm per engine; its file of 10 MiB is sparse: at 160x120 at most 2.8 are used
 # The agent's image, height, width, RGB: 3 of every 5 rows and 4 of every 5 columns of the engine's screen
 IMAGE = (72, 128, 3)
 # Variables read from every engine; USER2 counts kills in battle and battle2. All but FRAGCOUNT are clipped below at 0
@@ -538,12 +537,10 @@ class DoomEnv(gym.Env):
         return observation, info
 
     def observation(self):
-        """Returns a new observation. After the end of a game there is no state, and the image is black; no loss uses
-        it."""
-        state = self.game.get_state()
-        self.screen = state.screen_buffer if state else np.zeros_like(self.screen)
+        """Returns a new observation; after the end of a game, the previous one again, which no loss uses."""
         self.before = self.now
-        if state:
+        if state := self.game.get_state():
+            self.screen = state.screen_buffer
             self.variables = state.game_variables
             self.variables[:-1] = self.variables[:-1].clip(min=0)
             self.now = dict(zip(VARIABLES, self.variables.tolist()))
@@ -722,7 +719,7 @@ def parts_of(space, observation, name="obs"):
     """Yields (name, space, value) for each leaf of an observation; leaves of a Dict or Tuple are named obs/KEY."""
     if isinstance(space, (Dict, Tuple)):
         for key, part in space.items() if isinstance(space, Dict) else enumerate(space):
-            yield from parts_of(part, observation[key], f"{name}/{key}".replace(".", ":"))  # a module's name has no dot
+            yield from parts_of(part, observation[key], f"{name}/{key}".replace(".", ":"))  # nn.ModuleDict forbids dots
     else:
         yield name, space, observation
 
@@ -733,14 +730,12 @@ def as_array(name, space, part):
     one-hot. Raises ValueError if the shape is not that of the space."""
     if np.shape(part) != space.shape:
         raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
-    if not isinstance(space, Box):
-        return flatten(space, part).astype(np.float32)
     if space.dtype == np.uint8:
         sides = [axis for axis, length in enumerate(space.shape) if length >= IMAGE_SIDE]
         if len(sides) == 2:
-            image = np.moveaxis(part, sides, (0, 1))
+            image = np.moveaxis(np.asarray(part, np.uint8), sides, (0, 1))
             return image.reshape(*image.shape[:2], -1)
-    return np.asarray(part, np.float32).ravel()
+    return flatten(space, part).astype(np.float32)
 
 
 def heads_of(space):
@@ -748,7 +743,7 @@ def heads_of(space):
     if isinstance(space, MultiBinary):
         return (2,) * flatdim(space)
     sizes = getattr(space, "nvec", getattr(space, "n", ()))  # MultiDiscrete, Discrete
-    return tuple(np.ravel(sizes).astype(int).tolist())
+    return tuple(np.ravel(sizes).tolist())
 
 
 def smaller(array):
@@ -837,7 +832,7 @@ class Normalizer(nn.Module):
     2."""
 
     def __init__(self, shape: tuple[int, ...], unit: float, dtype=torch.float32):
-        """dtype: the type of the result of `forward`; if it is the encoder's, images need no second cast."""
+        """dtype: of the result of `forward`; with the encoder's, images need no second cast."""
         super().__init__()
         self.unit = unit
         self.dtype = dtype
@@ -868,7 +863,7 @@ class Normalizer(nn.Module):
             raise FloatingPointError("an observation is not finite, or its square is not")
         self.mean.lerp_(mean, weight)
         self.var.copy_(var)
-        self.count.add_(n)
+        self.count += n
         std = (var + 1e-5).sqrt()
         self.scale.copy_(1 / (self.unit * std))
         self.shift.copy_(-self.mean / std)
@@ -894,17 +889,18 @@ def image_encoder(space, hidden_size):
     """Returns a network from [N, channels, height, width] to [N, hidden_size]: convolutions 32/8/4, 64/4/2, 128/3/2
     (channels, kernel, stride) and a linear layer, all with ELU, as for Doom in Sample Factory's paper."""
     height, width, channels = space.shape
+    elu = nn.ELU(inplace=True)
     conv = nn.Sequential(
         init_layer(nn.Conv2d(channels, 32, 8, 4)),
-        nn.ELU(inplace=True),
+        elu,
         init_layer(nn.Conv2d(32, 64, 4, 2)),
-        nn.ELU(inplace=True),
+        elu,
         init_layer(nn.Conv2d(64, 128, 3, 2)),
-        nn.ELU(inplace=True),
+        elu,
         FlattenInMemory(),
     )
     features = conv(torch.zeros(1, channels, height, width)).shape[1]
-    return nn.Sequential(conv, init_layer(nn.Linear(features, hidden_size)), nn.ELU(inplace=True))
+    return nn.Sequential(conv, init_layer(nn.Linear(features, hidden_size)), elu)
 
 
 class Agent(nn.Module):
@@ -952,8 +948,8 @@ class Agent(nn.Module):
         self.critic = init_layer(nn.Linear(features, 1))
         self.policy = init_layer(nn.Linear(features, sum(spaces.heads)))
         self.recorded = False  # see `recur`
-        # Modules that autocast runs in bfloat16, in learning and acting alike, because pi/mu must be 1 at lag 0. On
-        # CUDA not the core: autocast would use float16 for recurrent layers.
+        # Modules that autocast runs in bfloat16, in learning and acting alike, because pi/mu must be 1 at lag 0. Not
+        # the core on CUDA, where autocast would use float16.
         self.reduced = []
         if args.precision == "bfloat16":
             self.reduced.append(self.images)
@@ -986,15 +982,15 @@ class Agent(nn.Module):
         return self.policy(x), self.critic(x).squeeze(-1), state
 
     def recur(self, x, first, state):
-        """Runs the core on x [T, B, features]. Returns its outputs float32 [T, B, hidden_size] and the state. Makes one
-        call for each stretch of time in which no row has `first`, because long calls are much faster than single steps;
-        but one call per step if it is `recorded`, where that makes no difference."""
-        starts = range(len(first))
+        """Runs the core on x [T, B, features]. Returns its outputs float32 [T, B, hidden_size] and the state. Splits
+        time wherever any row has `first` and makes one call per part, because long calls are much faster than steps; if
+        `recorded`, it makes one call per step, which is as fast there."""
+        starts = list(range(len(first)))
         if len(first) > 1 and not self.recorded:  # waits for the device
             starts = [0, *(first[1:].any(1).nonzero().flatten() + 1).tolist()]
         outputs = []
-        for start, stretch in zip(starts, x.split(np.diff([*starts, len(x)]).tolist())):
-            state = torch.where(first[start].unsqueeze(-1), 0.0, state).unsqueeze(0)
+        for start, stretch in zip(starts, x.tensor_split(starts[1:])):
+            state = state.masked_fill(first[start].unsqueeze(-1), 0.0).unsqueeze(0)
             if isinstance(self.core, nn.LSTM):
                 output, parts = self.core(stretch, tuple(part.contiguous() for part in state.chunk(2, -1)))
                 state = torch.cat(parts, -1)
@@ -1025,8 +1021,8 @@ def log_prob(log_dists, actions):
 
 
 def entropy_of(log_dist):
-    """Returns the entropy [...] of log-probabilities [..., n]. The clamp makes 0 * -inf, of a masked action, 0."""
-    return -(log_dist.exp() * log_dist.clamp(min=torch.finfo(log_dist.dtype).min)).sum(-1)
+    """Returns the entropy [...] of log-probabilities [..., n]. The clamp makes a masked action's 0 * -inf 0."""
+    return -(log_dist.exp() * log_dist.clamp(min=-1e30)).sum(-1)
 
 
 def symmetric_kl(log_dist):
@@ -1108,7 +1104,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
 
     with torch.no_grad():
         variance = mean((targets - mean(targets)).square())
-        samples = {
+        per_sample = {
             "losses/policy_loss": policy_losses,
             "losses/value_loss": value_losses,
             "losses/entropy": entropy,
@@ -1118,7 +1114,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
             "vtrace/rho_mean": ratio.clamp(max=args.vtrace_rho),
             "vtrace/rho_clipfrac": (ratio > args.vtrace_rho).float(),
         }
-        metrics = dict(zip(samples, mean(torch.stack(list(samples.values())))))
+        metrics = dict(zip(per_sample, mean(torch.stack(list(per_sample.values())))))
     return loss, metrics
 
 
@@ -1149,13 +1145,8 @@ def slice_of(args: Args, i: int) -> slice:
     return slice(i * n, i * n + n)
 
 
-def take_turns(args: Args) -> bool:
-    """Returns True if collecting and learning alternate."""
-    return args.sync or args.num_workers == 0
-
-
 def blocks_per_iteration(args: Args) -> int:
-    if take_turns(args):
+    if args.sync:
         return num_rows(args) // rows_per_group(args)
     samples = args.num_batches_per_epoch * args.batch_size
     return max(1, round(samples / (rows_per_group(args) * args.rollout)))
@@ -1163,26 +1154,19 @@ def blocks_per_iteration(args: Args) -> int:
 
 def num_blocks(args: Args) -> int:
     """Returns one block for each group to fill, plus those of one iteration LEARNING and of `max_batches_ahead` FULL.
-    There is no deadlock: while the learner waits, fewer blocks than an iteration needs are FULL, so every group fills
+    There is no deadlock: while the learner waits, it holds too few blocks and none is FULL, so every group fills
     one or finds a FREE one. With --sync there is one for each group and all belong to an iteration, so none is FREE
     before its last step: nothing else differs."""
     groups = num_rows(args) // rows_per_group(args)
-    return groups + (0 if take_turns(args) else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
+    return groups + (0 if args.sync else blocks_per_iteration(args) * (1 + args.max_batches_ahead))
 
 
-def zeros_for(spaces: Spaces, *shape, device="cpu"):
+def zeros_for(spaces: Spaces, *shape):
     """Returns zero observations by name [*shape, ...]."""
     return {
-        name: torch.zeros(*shape, *space.shape, dtype=getattr(torch, space.dtype.name), device=device)
+        name: torch.zeros(*shape, *space.shape, dtype=getattr(torch, space.dtype.name))
         for name, space in spaces.obs.items()
     }
-
-
-def map_leaves(function, fields):
-    """Applies a function to every leaf of a nested dict."""
-    if isinstance(fields, dict):
-        return {name: map_leaves(function, field) for name, field in fields.items()}
-    return function(fields)
 
 
 class Mailbox:
@@ -1212,7 +1196,7 @@ class Mailbox:
         """Moves the fields to shared memory and returns these rows as NumPy arrays, whose indexing is cheaper than
         torch's. Raises UserError if /dev/shm is full."""
         try:
-            return SimpleNamespace(**map_leaves(lambda field: field.share_memory_().numpy()[rows], vars(self)))
+            return SimpleNamespace(**tree_map(lambda field: field.share_memory_().numpy()[rows], vars(self)))
         except RuntimeError as error:
             raise UserError(f"{error}: use fewer games or a larger /dev/shm (docker run --shm-size=2g)") from None
 
@@ -1227,12 +1211,12 @@ class Rollouts:
     `collect`, -> FREE in `train`, which returns it, and `Inference.receive`."""
 
     def __init__(self, spaces: Spaces, T: int, slots: int, state_size: int, device: torch.device):
-        # on the device, written by `Inference.serve` (rnn_state), and by PolicyInference: `store_obs` (obs), `choose`
-        self.obs = zeros_for(spaces, T + 1, slots, device=device)  # T + 1: the last value bootstraps from obs[T]
-        self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64, device=device)
-        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)
-        self.values = torch.full((T, slots), torch.nan, device=device)  # of the acting policy, for value clipping only
-        self.rnn_state = torch.zeros((1, slots, state_size), device=device)  # before obs[0], not yet zeroed by first[0]
+        with device:  # written by `Inference.serve` (rnn_state), PolicyInference's `store_obs` (obs) and `choose`
+            self.obs = zeros_for(spaces, T + 1, slots)  # T + 1: the last value bootstraps from obs[T]
+            self.actions = torch.zeros((T, slots, len(spaces.heads)), dtype=torch.int64)
+            self.logprobs = torch.full((T, slots), torch.nan)  # of the actions under the acting policy (mu)
+            self.values = torch.full((T, slots), torch.nan)  # of the acting policy, for value clipping only
+            self.rnn_state = torch.zeros((1, slots, state_size))  # before obs[0], not yet zeroed by first[0]
         # on the host, written by `store`, versions by `act`
         self.first = np.zeros((T + 1, slots), bool)
         self.rewards = np.full((T, slots), np.nan, np.float32)  # of actions[t]
@@ -1298,9 +1282,8 @@ class WorkerEnvs:
                 actions = {agent: self.action(game.action_space(agent), row_of[agent]) for agent in game.agents}
                 observations, *results, infos = game.step(actions)
             for agent, row in row_of.items():
-                outcome = (result.get(agent, 0) for result in results)
                 # may be arrays of size 1
-                reward, terminated, truncated = (np.asarray(value).item() for value in outcome)
+                reward, terminated, truncated = (np.asarray(result.get(agent, 0)).item() for result in results)
                 ends = terminated or truncated or agent not in observations or not game.agents
                 arrays = ()
                 if agent in observations:
@@ -1308,9 +1291,8 @@ class WorkerEnvs:
                 self.write(row, arrays, reward, terminated, ends, infos.get(agent, {}))
 
     def action(self, space, row):
-        # a copy, because the game may keep a reference; [()] turns a 0-d array into a scalar
-        action = self.mailbox.action[row].reshape(space.shape).astype(space.dtype)[()]
-        return action + getattr(space, "start", 0)
+        # a copy, because the game may keep a reference
+        return self.mailbox.action[row].reshape(space.shape).astype(space.dtype) + getattr(space, "start", 0)
 
     def write(self, row, arrays, reward, terminated, ends, info):
         if not math.isfinite(reward):
@@ -1322,10 +1304,9 @@ class WorkerEnvs:
             if array.dtype != to.dtype:
                 raise ValueError(f"the observation's part {name} has type {array.dtype}, but its space {to.dtype}")
             to[row] = array
-        scores = {"raw_reward": reward} | info
-        score, *extra_metrics = [np.asarray(scores.get(name, 0)).item() for name in ("raw_reward", *EXTRA_METRICS)]
+        scores = info | dict(episodic_return=info.get("raw_reward", reward), episodic_length=1)
         sums = self.sums[row]
-        sums += [score, 1, *extra_metrics]
+        sums += [np.asarray(scores.get(name, 0)).item() for name in EPISODE]
         if self.ended[row]:
             sums[:] = 0  # reset-only steps do not count
         mailbox.reward[row] = min(max(reward * args.reward_scale, -args.reward_clip), args.reward_clip)
@@ -1341,7 +1322,7 @@ class WorkerEnvs:
 
 
 def answer(pipe):
-    """Waits for a split's actions. Returns the number of the split, or None if the run has ended."""
+    """Waits for a group's actions. Returns the number of the group, or None if the run has ended."""
     try:
         return pipe.recv()
     except (EOFError, ConnectionError):
@@ -1371,24 +1352,24 @@ def run_actor(args: Args, worker: int, rows: np.ndarray, seed: int, mailbox: Mai
         faulthandler.register(signal.SIGALRM, chain=True)  # prints the stack, then dies
     # Inference notices a hang; this coarse timer is for a hang after the main process died
     timer = functools.partial(signal.setitimer, signal.ITIMER_REAL)
-    limit = args.actor_timeout * args.num_envs_per_worker * bool(args.num_workers)
+    limit = min(1e6, args.actor_timeout * args.num_envs_per_worker) * bool(args.num_workers)
     try:
         with contextlib.ExitStack() as stack:
             timer(limit)
-            splits = []
-            for split in range(args.worker_num_splits):
-                splits.append(WorkerEnvs(args, rows[split], mailbox.share(), seed + split * len(rows[split])))
-                stack.callback(splits[split].close)
-                splits[split].reset()
-                pipe.send(split)
+            groups = {}
+            for group, own in enumerate(rows, worker * args.worker_num_splits):
+                groups[group] = WorkerEnvs(args, own, mailbox.share(), seed + group * len(own))
+                stack.callback(groups[group].close)
+                groups[group].reset()
+                pipe.send(group)
             if not worker:  # one actor prints the warnings of `step`
                 gym.logger.min_level = gym.logger.WARN
             timer(0)
-            while (split := answer(pipe)) is not None:
+            while (group := answer(pipe)) is not None:
                 timer(limit)
-                splits[split].step()
+                groups[group].step()
                 timer(0)
-                pipe.send(split)
+                pipe.send(group)
             timer(limit)
     except BaseException as error:  # includes sys.exit() in an environment
         text = str(error) if isinstance(error, UserError) else traceback.format_exc().strip()
@@ -1414,7 +1395,7 @@ def wait_for(device):
 
 
 def own_stream(device, priority=0):
-    """Returns a context with a stream for this thread. With priority -1 its kernels do not queue behind a backward
+    """Returns a context manager with a new stream. With priority -1 its kernels do not queue behind a backward
     pass."""
     module = torch.get_device_module(device)
     if device.index is not None:
@@ -1441,7 +1422,7 @@ def recorded(function, device):
     is one recording for each combination of input shapes. Inputs, which may be on the host, are copied to buffers
     allocated at recording time; outputs use the same memory each time, so the next call overwrites them.
 
-    The function must not wait for the device, copy from the host or create shapes that depend on values. Apart from its
+    The function must not wait for the device, copy from the host or have data-dependent shapes. Apart from its
     inputs, it may only use tensors that are modified in place, and Python numbers that never change: the graph has
     their values baked in. To detect a change, calls 4, 8, 16, ... run eagerly, and their operations are compared.
     Raises UserError if the function cannot be recorded."""
@@ -1465,8 +1446,8 @@ def recorded(function, device):
                         recording.outputs = function(*recording.inputs)
                 except RuntimeError as error:
                     raise UserError(f"{problem}{error.__context__ or error}") from None
-            for place, x in zip(tree_leaves(recording.inputs), tensors):
-                place.copy_(x, non_blocking=True)
+            for buffer, x in zip(tree_leaves(recording.inputs), tensors):
+                buffer.copy_(x, non_blocking=True)
             if recording.calls == 2 or recording.calls & recording.calls - 1:  # calls 4, 8, 16, ... are checked below
                 recording.graph.replay()
                 return recording.outputs
@@ -1485,25 +1466,23 @@ class PolicyInference:
     It acts with a copy of the learner's network. Whoever acts with the copy or overwrites it holds the lock until the
     device is done, so no action comes from half an update."""
 
-    def __init__(
-        self, args: Args, spaces: Spaces, agent: Agent, mailbox: SimpleNamespace, filling: dict, t: np.ndarray
-    ):
-        """Takes its rows of the mailbox, and the `filling` and `t` objects of `Inference`, which it only reads."""
-        self.args = args
+    def __init__(self, inference: "Inference", spaces: Spaces, agent: Agent, number: int):
+        """Takes the `Inference` that it belongs to, of which it only reads `filling` and `t`."""
+        self.args = args = inference.args
         self.device = next(agent.parameters()).device
-        self.mailbox = mailbox
-        self.filling = filling
-        self.t = t
+        n = num_rows(args)
+        self.mailbox = inference.shared_mailbox.share(slice(number * n, number * n + n))
+        self.filling = inference.filling
+        self.t = inference.t
         self.agent = copy.deepcopy(agent).requires_grad_(False)
         for module in self.agent.reduced:  # otherwise autocast would cast the weights at each inference
             module.bfloat16()
         self.agent.to(self.device)  # packs the core's weights for cuDNN
         mine = [*self.agent.parameters(), *self.agent.buffers()]
         learned = [*agent.parameters(), *agent.buffers()]  # updated in place
-        self.copies = {x.dtype: ([], []) for x in mine}  # by type: a launch for each
-        for x, y in zip(mine, learned):
-            self.copies[x.dtype][0].append(x)
-            self.copies[x.dtype][1].append(y)
+        self.copies = defaultdict(list)  # by type: a launch for each
+        for pair in zip(mine, learned):
+            self.copies[pair[0].dtype].append(pair)
         self.version = 0  # of the agent
         self.lock = threading.Lock()  # of the agent
         slots = num_blocks(args) * rows_per_group(args)
@@ -1517,8 +1496,8 @@ class PolicyInference:
     def publish(self, version: int):
         """Copies the learner's weights and statistics to the acting network."""
         with self.lock:
-            for copied, learned in self.copies.values():
-                torch._foreach_copy_(copied, learned)
+            for pairs in self.copies.values():
+                torch._foreach_copy_(*zip(*pairs))
             self.version = version
             wait_for(self.device)
 
@@ -1533,7 +1512,7 @@ class PolicyInference:
         first = mailbox.first[rows]
         rollouts.first[t, slots] = first
         rollouts.inactive[t, slots] = mailbox.inactive[rows]
-        # At t = 0 these belong to the previous block, which has them; index -1 is overwritten when t reaches T
+        # At t = 0 these belong to the previous block, which has them already; row -1 is overwritten at t = T
         rollouts.rewards[t - 1, slots] = mailbox.reward[rows]
         rollouts.terminated[t - 1, slots] = mailbox.terminated[rows]
         obs = {name: torch.from_numpy(source[None, rows]) for name, source in mailbox.obs.items()}
@@ -1558,10 +1537,10 @@ class PolicyInference:
         rows, t, slots, _ = indices.numpy()
         with self.lock:
             actions = self.choose(obs, indices)
-            self.mailbox.action[rows] = actions.cpu().numpy()  # waits for the device: only then may the lock go
+            self.mailbox.action[rows] = actions.cpu().numpy()  # the lock must be held until the device is done
             self.rollouts.versions[t, slots] = self.version
-        ended = rows[self.mailbox.episode[rows].any(axis=1)]
-        self.episodes.extend(self.mailbox.episode[ended].tolist())
+        episodes = self.mailbox.episode[rows]
+        self.episodes.extend(episodes[episodes.any(axis=1)].tolist())
 
     def choose(self, obs, indices):
         """The device's part of `act`, with the results of `store`. Returns actions [N, heads]."""
@@ -1590,34 +1569,29 @@ class Inference:
         workers = max(1, args.num_workers)
         groups = workers * args.worker_num_splits
         blocks = [slice_of(args, i) for i in range(num_blocks(args))]
-        self.filling = dict(enumerate(blocks[:groups]))  # block by group; without one it waits for a FREE block
+        self.filling = dict(enumerate(blocks[:groups]))  # by group; a group without one waits for a FREE block
         self.t = np.zeros(groups, int)  # steps in the FILLING block of each group
         self.free = deque(blocks[groups:])
         self.shared_mailbox = Mailbox(spaces, len(agents) * num_rows(args), len(shaping_of(args)))
         self.mailbox = self.shared_mailbox.share()  # views of the same memory
-        self.policies = []
-        for agent in agents:
-            first = len(self.policies) * num_rows(args)
-            part = self.shared_mailbox.share(slice(first, first + num_rows(args)))
-            self.policies.append(PolicyInference(args, spaces, agent, part, self.filling, self.t))
+        self.policies = [PolicyInference(self, spaces, agent, i) for i, agent in enumerate(agents)]
         self.full = queue.SimpleQueue()  # blocks to the learners
         self.error = None  # the error, or KeyboardInterrupt, that ends the run
-        self.returned, self.learner_pipe = mp.Pipe(duplex=False)  # blocks back; closing it ends the thread
-        self.pipes, self.actor_pipes = map(list, zip(*[mp.Pipe() for _ in range(workers)]))
+        self.returned, self.learner_pipe = mp.Pipe(duplex=False)  # free blocks; closing it ends the thread
+        self.pipes = [None] * workers  # to the actors, set by `running`
         self.selector = selectors.DefaultSelector()
-        for pipe in (self.returned, *self.pipes):
-            self.selector.register(pipe, selectors.EVENT_READ)
+        self.selector.register(self.returned, selectors.EVENT_READ)
         self.asked = Counter()  # number of requests of each worker's actor
-        self.replace = None  # replace(worker, pipe, text): starts another actor; set by `running`
+        self.replace = None  # replace(worker, text): starts another actor; set by `running`
         self.requests = []  # groups waiting for actions, oldest first; this thread owns their rows
         # views of the mailbox [worker, policy, row]; the rows of a policy are contiguous
         self.heard = self.mailbox.heard.reshape(len(agents), workers, -1).swapaxes(0, 1)
         self.actors = {}  # process of each worker, set by `running`
         self.counts = Counter()  # rows served, and forward passes
-        self.waited = Counter()  # seconds, of this thread and of the learner, by what they waited for
+        self.waited = Counter()  # seconds that this thread and the learner waited, by cause
 
     def run(self):
-        """Body of the inference thread. The busier it is, the more groups wait, and the larger its batches become."""
+        """Runs in its own thread. The busier it is, the more groups wait, and the larger its batches become."""
         try:
             with torch.inference_mode(), contextlib.ExitStack() as stack:
                 for device in {policy.device for policy in self.policies}:
@@ -1647,7 +1621,7 @@ class Inference:
                 return self.full.get(timeout=5)
             started = np.isfinite(self.mailbox.reward)
             steps = self.counts["rows"]
-            tqdm.write(f"{started.sum()} of {started.size} environments have started, {steps:,} steps collected")
+            tqdm.write(f"{started.sum()} of {started.size} agents have started, {steps:,} steps per policy")
         return self.full.get()
 
     def notice_silence(self):
@@ -1658,17 +1632,18 @@ class Inference:
         for worker in np.flatnonzero(time.monotonic() - self.heard.max((1, 2)) > limit):
             waiting = [group // splits for group in self.requests].count(worker)
             unread = self.pipes[worker].poll()  # the actor answered while this process was stopped
-            if worker in self.actors and self.args.num_workers and waiting < splits and not unread:
+            if self.args.num_workers and waiting < splits and not unread:
                 self.heard[worker] = time.monotonic()
+                pid = self.actors[worker].pid
                 with contextlib.suppress(OSError):  # it no longer exists
-                    unlink_shared_memory(engine_ids(self.actors[worker].pid))  # of engines that were starting
-                    for number in (signal.SIGALRM, signal.SIGCONT):
-                        os.kill(self.actors[worker].pid, number)
+                    unlink_shared_memory(engine_ids(pid))  # of engines that were starting
+                    os.kill(pid, signal.SIGALRM)
+                    os.kill(pid, signal.SIGCONT)
                 return  # one at a time, so that stacks do not interleave
 
     def receive(self, pipe):
-        """Receives a group's request, or blocks from the learners: LEARNING -> FREE. Raises UserError if an actor that
-        died cannot be replaced."""
+        """Receives a group's request, or blocks from the learners: LEARNING -> FREE. Raises UserError if an actor's
+        death ends the run."""
         if pipe is self.returned:
             with contextlib.suppress(EOFError):  # `learner_pipe` was closed
                 self.free.extend(pipe.recv())
@@ -1680,15 +1655,13 @@ class Inference:
         except (EOFError, OSError):
             message = ""  # it was killed, or crashed
         if isinstance(message, int):
-            self.requests.append(worker * self.args.worker_num_splits + message)
+            self.requests.append(message)
             self.asked[worker] += 1
             return
         self.selector.unregister(pipe)
         pipe.close()
         self.requests = [group for group in self.requests if group // self.args.worker_num_splits != worker]
-        self.pipes[worker], actor_end = mp.Pipe()
-        self.selector.register(self.pipes[worker], selectors.EVENT_READ)
-        self.replace(worker, actor_end, message)
+        self.replace(worker, message)
 
     def serve(self):
         """Hands complete blocks to the learner, then answers all groups that have a block or get a new one. The others
@@ -1715,10 +1688,10 @@ class Inference:
             self.counts["forwards"] += 1
         self.requests = [group for group in self.requests if group not in ready]
         for group in ready:
-            worker, split = divmod(group, self.args.worker_num_splits)
+            worker = group // self.args.worker_num_splits
             self.heard[worker] = time.monotonic()
             with contextlib.suppress(ConnectionError):  # the actor died; `receive` will notice
-                self.pipes[worker].send(split)
+                self.pipes[worker].send(group)
 
 
 # === Learner ==========================================================================================================
@@ -1772,7 +1745,6 @@ class Learner:
             for batch in np.array_split(shuffled, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {
             "charts/learning_rate": learning_rate,
             "lag/mean": lags.sum() / max(1, len(lags)),
@@ -1789,7 +1761,7 @@ class Learner:
                 return torch.from_numpy(field[:, slots]).to(self.device, non_blocking=True)
             return field.index_select(1, d_slots)
 
-        return SimpleNamespace(**map_leaves(take, vars(self.inference.rollouts)))
+        return SimpleNamespace(**tree_map(take, vars(self.inference.rollouts)))
 
     def differentiate(self, batch: dict):
         """The device's part of `update` before the optimizer step: the loss and its clipped gradient. Returns the
@@ -1801,7 +1773,7 @@ class Learner:
         return metrics | {"losses/grad_norm": grad_norm}, torch.stack([loss.detach(), grad_norm])
 
     def update(self, batch: SimpleNamespace, last_epoch: bool):
-        """Makes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if loss or gradient is
+        """Takes one optimizer step, a new version. Returns metrics. Raises FloatingPointError if loss or gradient is
         not finite."""
         batch.lags = self.version - batch.versions
         for field in (batch.logprobs, batch.values):  # unused if too old, and not finite if a network failed
@@ -1817,7 +1789,7 @@ class Learner:
                 "or try a lower --learning-rate or --max-grad-norm"
             )
         begun = self.inference.version > 0  # the first batch only initialises the input statistics
-        if last_epoch or not begun:  # count each rollout once (in the first of several epochs, twice)
+        if last_epoch or not begun:  # count each rollout once (with epochs, the first batch's twice)
             valid = ~batch.first[1:] & ~batch.inactive[:-1]
             start = int(torch.randint(min(4, len(valid)), ()))  # every fourth step is enough: neighbours hardly differ
             for name, normalizer in self.agent.normalizers.items():
@@ -2013,8 +1985,8 @@ def check(args: Args):
 
 
 def seed_generators(seed: int):
-    """Seeds the generators of the network and of sampling; in an actor, those that its environments may use, which
-    would otherwise produce the same numbers in every actor."""
+    """Seeds the global generators. In an actor only its environments may use them; unseeded, they would draw the same
+    numbers in every actor."""
     seed %= 2**32  # the range that NumPy accepts
     random.seed(seed)
     np.random.seed(seed)
@@ -2077,7 +2049,7 @@ def kill(actor):
 
 @contextlib.contextmanager
 def running(inference: Inference, folder: Path):
-    """Runs the inference thread and the actors. Their seeds depend on the version, so that a resumed run, or a replaced
+    """Runs the inference thread and the actors. Their seeds depend on the version, so that a resumed run, or a new
     actor, sees other episodes. A resumed run also has other seats."""
     args = inference.args
     rows = seat_rows(args, inference.policies[0].version)
@@ -2087,7 +2059,9 @@ def running(inference: Inference, folder: Path):
     actors = inference.actors
     early_deaths = Counter()  # consecutive early deaths of each worker's actors
 
-    def start(worker, pipe):
+    def start(worker):
+        inference.pipes[worker], pipe = mp.Pipe()
+        inference.selector.register(inference.pipes[worker], selectors.EVENT_READ)
         life = inference.policies[0].version + early_deaths[worker]
         seed = random.Random(f"{args.seed} {life} {worker}").getrandbits(30)
         arguments = (args, worker, rows[worker], seed, inference.shared_mailbox, pipe)
@@ -2101,7 +2075,7 @@ def running(inference: Inference, folder: Path):
         if args.num_workers:
             pipe.close()  # now only the actor has it: EOF when it dies
 
-    def replace(worker, pipe, text):
+    def replace(worker, text):
         """Called by the inference thread. text: the actor's own error message, if it could send one. Raises
         UserError."""
         asked = inference.asked.pop(worker, 0)
@@ -2119,18 +2093,19 @@ def running(inference: Inference, folder: Path):
         if not (asked or inference.policies[0].version) or not args.num_workers or early_deaths[worker] == 3:
             raise UserError(f"actor {worker}: {text}")
         log(folder, f"actor {worker}: {text}; starting another")
-        start(worker, pipe)
+        start(worker)
 
     inference.replace = replace
     try:
+        for worker in range(len(inference.pipes)):
+            start(worker)
         thread.start()
-        for worker, pipe in enumerate(inference.actor_pipes):
-            start(worker, pipe)
         yield
     finally:
         inference.learner_pipe.close()
-        thread.join(10)
-        for pipe in inference.pipes:
+        if thread.is_alive():
+            thread.join(10)
+        for pipe in filter(None, inference.pipes):
             pipe.close()
         deadline = time.monotonic() + 5
         for actor in actors.values():
@@ -2164,7 +2139,7 @@ def save_checkpoint(folder: Path, population: Population):
         defaults=population.defaults,
         best_objective=best_objective,
     )
-    buffer = io.BytesIO()  # writing it raises OSError on a full disk
+    buffer = io.BytesIO()  # torch.save hides OSError (a full disk)
     torch.save(content, buffer)
     for name in names:
         (folder / "saving.tmp").write_bytes(buffer.getbuffer())
@@ -2271,12 +2246,12 @@ class Reporter:
                 "charts/SPS": sps,
                 "charts/FPS": sps * self.args.frameskip,
                 "stats/learner_wait": change["learner"] / seconds,  # fractions of time: learners wait for FULL blocks,
-                "stats/inference_idle": change["requests"] / seconds,  # inference waits for requests,
-                "stats/inference_blocked": change["blocks"] / seconds,  # or has requests but no FREE block
+                "stats/inference_idle": change["requests"] / seconds,  # inference had no requests
+                "stats/inference_blocked": change["blocks"] / seconds,  # it had requests but no FREE block
                 "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
             }
             if episodes := learner.inference.episodes.copy():
-                scalars |= zip((f"charts/{name}" for name in EPISODE), np.mean(episodes, axis=0).tolist())
+                scalars |= zip((f"charts/{name}" for name in EPISODE), np.mean(episodes, axis=0))
             scores.append(f"{scalars.get(f'charts/{self.args.pbt_target_objective}', np.nan):.2f}")
             for tag, value in scalars.items():
                 writer.add_scalar(tag, value, learner.global_step)
@@ -2381,6 +2356,9 @@ def train(args: Args, folder: Path) -> int:
         except KeyboardInterrupt:
             code = 130
         finally:
+            if error := sys.exception():
+                with contextlib.suppress(OSError):  # a full disk
+                    log(folder, f"error: {error}", show=False)
             # Skip if nothing was learned, or if the last step may have corrupted the weights
             if mean_step(learners) and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, population)
@@ -2390,7 +2368,8 @@ def train(args: Args, folder: Path) -> int:
         place = shlex.quote(str(folder))
         game = f"--cfg-path {shlex.quote(args.cfg_path)}" if args.cfg_path else f"--env-id {shlex.quote(args.env_id)}"
         log(folder, f"play: python evaluate.py {place} {game}\ncurves: tensorboard --logdir {place}")
-    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}")
+    more = " and a larger --total-timesteps" if mean_step(learners) >= args.total_timesteps else ""
+    log(folder, f"continue: the same command with --experiment {shlex.quote(args.experiment)}{more}")
     return code
 
 
@@ -2441,7 +2420,6 @@ def parse_args() -> tuple[Args, Path]:
 
 
 def main() -> int:
-    folder = None
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as in a daemon
             setattr(sys, name, open(os.devnull, "w"))
@@ -2451,9 +2429,6 @@ def main() -> int:
         return train(args, folder)
     except (UserError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        if folder:
-            with contextlib.suppress(OSError):
-                log(folder, f"error: {error}", show=False)
         return 2
 
 

@@ -241,8 +241,8 @@ class Drawing:
 
     def step(self, score: float, ended: bool) -> bool:
         """Draws the environment as it is now and, if there is a window, waits until the next step is due. score: the
-        return so far; ended: the episode has terminated, so that there may be nothing to draw (Doom's picture is black)
-        and the window shows the last picture again. Returns False if the window was closed."""
+        return so far; ended: the episode has terminated, so there may be nothing to draw, and the window shows the last
+        picture again. Returns False if the window was closed."""
         record = self.recording() and not ended
         if not record and self.window is None:
             return True

@@ -94,7 +94,7 @@ def read_events(folder: Path, steps: str, returns: str | None = None) -> list[tu
         return []
     starts, log = [event.wall_time for event in args], folder / "log.txt"
     if log.exists():
-        stamps = re.findall(r"^([\d-]{10} [\d:]{8}) .*\n(?:a new run in|resuming) ", log.read_text(), re.M)
+        stamps = re.findall(r"^([\d-]{10} [\d:]{8}) .*\n(?:[\d-]{10} [\d:]{8} )?(?:a new run in|resuming) ", log.read_text(), re.M)
         starts = [datetime.datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").timestamp() for stamp in stamps]
     start = max((moment for moment in starts if moment <= points[0][0]), default=points[0][0])  # of the first session that reported
     between, last, result = 0.0, start, []

@@ -385,8 +385,7 @@ def test_a_batch_is_about_as_large_as_asked(appo):
         learner, batches = learner_of(appo, args, agent), []
         args.batch_size = size
         learner.update = lambda batch, last_epoch: batches.append(batch) or {}
-        with pytest.raises(RuntimeError):  # no metrics
-            learner.iterate(blocks_of(12))
+        learner.iterate(blocks_of(12))
         assert len(batches) == expected
 
 

@@ -310,8 +310,8 @@ def test_a_curve_of_the_base_counts_from_the_start_of_its_actors(tmp_path):
 
 def test_a_session_that_reported_nothing_takes_no_time(tmp_path):
     """Ctrl-C before the first report, and the same command a day later."""
-    log = "{}-01 10:00:00 basic: 2 workers\na new run in /x\n{}-02 10:00:00 basic: 2 workers\na new run in /x\n"
-    (tmp_path / "log.txt").write_text(log.format("2026-11", "2026-11"))
+    log = "{0}-01 10:00:00 basic: 2 workers\na new run in /x\n{0}-02 10:00:00 basic: 2 workers\n{0}-02 10:00:00 a new run in /x\n"
+    (tmp_path / "log.txt").write_text(log.format("2026-11"))
     start = datetime.datetime(2026, 11, 2, 10).timestamp()
     with SummaryWriter(str(tmp_path)) as writer:
         writer.add_scalar("charts/SPS", 100, 500, walltime=start + 7)

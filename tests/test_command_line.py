@@ -91,7 +91,7 @@ def test_train_and_resume(run, main, tmp_path, name, game, flags):
     for text, step, place in zip(texts, steps, (f"a new run in {folder}", f"resuming {folder} at step {steps[0]:,}")):
         cores = appo.num_cores()
         assert f"{game}: 2 workers on {cores} cores, 8 environments\n{place}\n" in text, "what was typed the first time still holds"
-        ways = rf"play: python evaluate.py {folder}(?: --env-id CartPole-v1)?\ncurves: tensorboard --logdir {folder}\ncontinue: the same command with --experiment e"
+        ways = rf"play: python evaluate.py {folder}(?: --env-id CartPole-v1)?\ncurves: tensorboard --logdir {folder}\ncontinue: the same command with --experiment e and a larger --total-timesteps"
         assert re.search(rf"^done: {step:,} steps, .*\n{ways}$", text, re.M)
     cfg = json.loads((folder / "cfg.json").read_text())
     assert cfg["file"] == str(script) and (cfg["args"]["batch_size"], cfg["args"]["learning_rate"]) == (64, 0.0002)
@@ -497,4 +497,4 @@ def test_defaults_that_depend_on_other_flags(cgroup, monkeypatch):
     args = appo_doom.Args(device="cpu", precision="float32")
     assert (args.batch_size, args.precision, args.worker_num_splits, args.sync) == (1024, "float32", 1, False)
     args = appo_doom.Args(device="cpu", num_workers=0)
-    assert appo_doom.take_turns(args) and not args.sync, "resumed with other workers it would be in turn for ever"
+    assert args.sync and not args.typed["sync"], "otherwise it would be in turn for ever when resumed with other workers"

@@ -85,14 +85,16 @@ def test_time_limit_truncates_with_the_true_last_observation():
     env.close()
 
 
-def test_death_terminates_with_a_black_observation():
+def test_death_terminates_with_the_last_observation():
     env = DoomEnv(Args(env_id="defend_the_center"))
-    env.reset(seed=3)
+    observation, _ = env.reset(seed=3)
     terminated = truncated = False
     while not (terminated or truncated):
+        before = observation
         observation, _, terminated, truncated, info = env.step(np.array([0, 0]))
     env.close()
-    assert terminated and not truncated and not observation["obs"].any() and info["raw_reward"] == -1, "the death penalty"
+    assert terminated and not truncated and info["raw_reward"] == -1, "the death penalty"
+    assert observation is not before and (observation["obs"] == before["obs"]).all() and before["obs"].any()
 
 
 def test_same_seed_same_game():

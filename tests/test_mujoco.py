@@ -253,7 +253,7 @@ def test_spaces_of_a_task_of_ones_own(observation, action, names, refused_by, mo
             appo.spaces_of(args)
         return
     spaces = appo.spaces_of(args)
-    assert list(spaces.obs) == names and spaces.numbers == action.low.size
+    assert list(spaces.obs) == names and spaces.action_size == action.low.size
     inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
     envs = appo.WorkerEnvs(args, 0, inference.mailbox, SEED)
     envs.reset()

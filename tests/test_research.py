@@ -8,14 +8,14 @@ import torch
 from edited import COUNTING, ROOT, load, with_envs
 
 FILES = {"appo_gym": dict(num_envs=4), "appo_atari": dict(num_envs_per_worker=4, precision="float32", seed=2)}  # with 1 most of 16 ReLUs are dead
-LOGPROBS = "        self.logprobs = torch.full((T, slots), torch.nan, device=device)  # of the actions under the acting policy (mu)\n"
+LOGPROBS = "            self.logprobs = torch.full((T, slots), torch.nan)  # of the actions under the acting policy (mu)\n"
 ACTED = "        rollouts.logprobs[t, slots] = log_prob(log_dists, actions)\n"
 POLICY = "        self.policy = init_layer(nn.Linear(features, sum(spaces.heads)), gain=0.01)\n"
 DISCOUNTS = "    discounts = args.gamma * ~batch.terminated\n"
 LOSS = "    loss = mean(policy_losses + args.vf_coef * value_losses - args.ent_coef * entropy)\n"
 # A term of the loss that needs something of the time of acting: here, that the policy's entropy stays what it was
 FIELD = [
-    (LOGPROBS, LOGPROBS + "        self.entropy = torch.full((T, slots), torch.nan, device=device)\n"),
+    (LOGPROBS, LOGPROBS + "            self.entropy = torch.full((T, slots), torch.nan)\n"),
     (ACTED, ACTED + "        rollouts.entropy[t, slots] = sum(map(entropy_of, log_dists))\n"),
     (LOSS, LOSS + "    loss = loss + 0.1 * mean((entropy - batch.entropy).square())\n"),
 ]

@@ -34,22 +34,22 @@ WORKERS, ROWS, ROLLOUT = 4, 16, 4
 GYM, DOOM = VARIANTS[:2]
 STORE = "            self.store_obs(*self.store(complete))\n"
 HAND_OVER = "            wait_for(self.device)  # the learner uses another stream, and must find these blocks written\n"
-ACTIONS = "actions.cpu().numpy()  # waits for the device: only then may the lock go"
+ACTIONS = "actions.cpu().numpy()  # the lock must be held until the device is done"
 VERSIONS = "            self.rollouts.versions[t, slots] = self.version\n"
 RETURN = "        self.inference.learner_pipe.send(blocks)  # LEARNING -> FREE"
 FULL = "                self.full.put(self.filling.pop(group))"
 REQUESTS = "        self.requests = [group for group in self.requests if group not in ready]\n"
 REPLIES = """        for group in ready:
-            worker, split = divmod(group, self.args.worker_num_splits)
+            worker = group // self.args.worker_num_splits
             self.heard[worker] = time.monotonic()
             with contextlib.suppress(ConnectionError):  # the actor died; `receive` will notice
-                self.pipes[worker].send(split)
+                self.pipes[worker].send(group)
 """
 PUBLISHED = {
     GYM: "            self.inference.version += 1\n            wait_for(self.device)\n",
     DOOM: "            self.version = version\n            wait_for(self.device)\n",
 }
-LEARNER_LOCK = {GYM: "        with self.inference.lock:\n", DOOM: "        with self.lock:\n            for copied"}
+LEARNER_LOCK = {GYM: "        with self.inference.lock:\n", DOOM: "        with self.lock:\n            for pairs"}
 ACT_LOCK = "        with self.lock:\n            actions = "
 FINITE = "        loss, grad_norm = checked.tolist()\n"
 
@@ -95,8 +95,7 @@ MUTANTS = {
 def replies(file: str) -> str:
     if file == DOOM:
         return REPLIES
-    lines = REPLIES.replace("            worker, split = divmod(group, self.args.worker_num_splits)\n", "")
-    return lines.replace("self.heard[worker]", "self.heard[group]").replace("self.pipes[worker].send(split)", "self.pipes[group].send(None)")
+    return REPLIES.replace("            worker = group // self.args.worker_num_splits\n", "").replace("[worker]", "[group]")
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +124,8 @@ def play(tmp_path_factory):
 # calls of other counted ones cost is theirs. A batch of actions costs one wait. An optimiser step waits for whether it is finite and for its version,
 # and in the last epoch, here every second, for the number of valid samples and for whether their statistics are finite, of image, vector and, in the
 # base, targets; in Doom also for the stretches between resets (two)
-WAITS = dict(act=1, serve=1, gather=1, update=5.3, iterate=1)
-LAUNCHES = dict(act=80, serve=8, gather=13, update=420, iterate=3)
+WAITS = dict(act=1, serve=1, gather=1, update=5.3)
+LAUNCHES = dict(act=80, serve=8, gather=13, update=420)
 DOOMS_WAITS = WAITS | dict(publish=1)
 DOOMS_LAUNCHES = LAUNCHES | dict(update=480, publish=2)  # a launch for each type
 MOST = {
@@ -257,7 +256,7 @@ UNRECORDABLE = {
     "lags of the host's": ("agreement", CHANGES, lambda file: [
         (LAGS, ""), (LOSS_IS[file], '        batch["lags"] = self.version - batch["versions"]\n' + LOSS_IS[file])]),
     "inputs that are not copied": ("agreement", WRONG, lambda file: [
-        ("                place.copy_(x, non_blocking=True)\n", "                pass\n")]),
+        ("                buffer.copy_(x, non_blocking=True)\n", "                pass\n")]),
     "inputs that are copied elsewhere": ("agreement", WRONG, lambda file: [
         ("zip(tree_leaves(recording.inputs), tensors)", "zip(map(torch.clone, tree_leaves(recording.inputs)), tensors)")]),
     "results that are kept": ("agreement", WRONG, lambda file: [
@@ -316,12 +315,13 @@ def actor_class(appo, mortal: bool):
             super().__init__(daemon=daemon)
             self.args, self.worker, *self.their_rows, seed, self.mailbox, pipe = args
             self.arrays, self.rng = self.mailbox.share(), np.random.default_rng([seed, len(self.all)])
-            self.splits = range(self.args.worker_num_splits) if hasattr(self.args, "worker_num_splits") else [None]
+            splits = getattr(self.args, "worker_num_splits", 1)
+            self.groups = range(self.worker * splits, self.worker * splits + splits)
             self.idle = False
             self.pipe, pipe.other.sending = pipe.duplicate(), self.replied
             self.all.append(self)
-            for split in self.splits:
-                self.let_go(split)
+            for group in self.groups:
+                self.let_go(group)
 
         @property
         def pid(self):
@@ -330,48 +330,48 @@ def actor_class(appo, mortal: bool):
         def kill(self) -> None:
             pass
 
-        def rows(self, split) -> list[slice]:
+        def rows(self, group) -> list[slice]:
             """Of each policy."""
             if self.their_rows:
-                return [slice(own[0], own[-1] + 1) for own in np.sort(self.their_rows[0][split]).reshape(self.args.num_policies, -1)]
-            return [appo.slice_of(self.args, self.worker * len(self.splits) + (split or 0))]
+                return [slice(own[0], own[-1] + 1) for own in np.sort(self.their_rows[0][group - self.groups[0]]).reshape(self.args.num_policies, -1)]
+            return [appo.slice_of(self.args, group)]
 
-        def let_go(self, split) -> None:
+        def let_go(self, group) -> None:
             """From now on the rows are the actor's. A loss with one of these numbers in it ends the run."""
-            for rows in self.rows(split):
+            for rows in self.rows(group):
                 for name, part in self.mailbox.obs.items():
                     cuda.give_away(part[rows])
                     self.arrays.obs[name][rows] = np.nan if part.is_floating_point() else 0
                 self.arrays.reward[rows] = np.nan
 
-        def replied(self, split) -> None:
+        def replied(self, group) -> None:
             """In the inference thread, before a reply is sent."""
-            if any((self.arrays.action[rows] == -1).any() for rows in self.rows(split)):
+            if any((self.arrays.action[rows] == -1).any() for rows in self.rows(group)):
                 cuda.report("mailbox", "a reply without actions")
-            self.let_go(split)
+            self.let_go(group)
 
-        def ask(self, split) -> None:
-            for rows in self.rows(split):
+        def ask(self, group) -> None:
+            for rows in self.rows(group):
                 write_rows(self.arrays, rows, self.rng)
                 self.arrays.action[rows] = -1
                 for part in self.mailbox.obs.values():
                     cuda.take_back(part[rows])
-            self.pipe.send(split)
+            self.pipe.send(group)
 
         def run(self) -> None:
             try:
-                for split in self.splits:
-                    self.ask(split)
+                for group in self.groups:
+                    self.ask(group)
                 answers = 0
                 while True:
-                    split = self.pipe.recv()
+                    group = self.pipe.recv()
                     answers += 1
-                    self.idle = self.stopping and answers >= len(self.splits)
+                    self.idle = self.stopping and answers >= len(self.groups)
                     if self.stopping:
                         continue
                     if mortal and self.rng.random() < 0.03:
                         return
-                    self.ask(split)
+                    self.ask(group)
             except (EOFError, OSError):
                 pass
             finally:
@@ -543,6 +543,7 @@ def agreement(appo, rnn: str, vector: int, heads: list[int], graphs: bool) -> di
         own_copy = hasattr(inference, "publish")
         learner = appo.Learner(args, *([agent] if own_copy else []), inference)
         appo.wait_for(device)
+        inference.pipes = [SimpleNamespace(send=lambda group: None)] * len(inference.pipes)
         units = len(inference.t)  # workers or groups
         count = appo.blocks_per_iteration(args) if own_copy else WORKERS
         actions, metrics = [], []
@@ -557,7 +558,7 @@ def agreement(appo, rnn: str, vector: int, heads: list[int], graphs: bool) -> di
                     inference.serve()
                 actions.append(inference.mailbox.action.copy())
                 if inference.full.qsize() >= count:
-                    metrics.append(learner.iterate(learner.collect()))
+                    metrics.append({name: float(value) for name, value in learner.iterate(learner.collect()).items()})
                     inference.receive(inference.returned)
             result = dict(actions=actions, metrics=metrics, rollouts=vars(inference.rollouts), weights=agent.state_dict(),
                           acting=inference.agent.state_dict())  # fmt: skip

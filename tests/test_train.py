@@ -132,7 +132,7 @@ def test_every_published_policy_has_a_version_of_its_own(appo, train, iterations
     published, publish = [], appo.Inference.publish
 
     def spy(self, version):
-        weights = [tensor.clone() for _, learned in self.copies.values() for tensor in learned]
+        weights = [learned.clone() for pairs in self.copies.values() for _, learned in pairs]
         published.append((version, weights, weights[0]))
         publish(self, version)
 
