@@ -188,7 +188,7 @@ class Args:
     num_envs_per_worker: int = 16  # environments per worker
     worker_num_splits: int | None = None
     """number of parts into which a worker's environments are split: one is stepped while the others wait for actions.
-    Default: 2 with CUDA, else 1, because on a CPU the network needs the idle core"""
+    Default: 2 with CUDA if they can be halved, else 1, because on a CPU the network needs the idle core"""
     set_workers_cpu_affinity: bool = True
     """pin worker i and its engines to core i of this process; turn it off if several runs share the machine"""
     actor_timeout: float = 120.0
@@ -238,7 +238,7 @@ class Args:
             self.num_workers = num_cores()
         self.sync |= self.num_workers == 0
         if self.worker_num_splits is None:
-            self.worker_num_splits = 2 if cuda else 1
+            self.worker_num_splits = 2 if cuda and self.num_envs_per_worker % 2 == 0 else 1
 
 
 # === Environment ======================================================================================================

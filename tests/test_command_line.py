@@ -494,6 +494,7 @@ def test_defaults_that_depend_on_other_flags(cgroup, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capable)
         args = appo_doom.Args(device="cuda")
         assert (args.num_workers, args.precision, args.worker_num_splits, args.sync) == (8, precision, 2, False)
+        assert appo_doom.Args(device="cuda", num_envs_per_worker=1).worker_num_splits == 1
     args = appo_doom.Args(device="cpu", precision="float32")
     assert (args.batch_size, args.precision, args.worker_num_splits, args.sync) == (1024, "float32", 1, False)
     args = appo_doom.Args(device="cpu", num_workers=0)

@@ -368,6 +368,7 @@ def test_a_second_run_in_the_same_folder_is_refused(start, script):
     assert second.wait(60) == 2
     assert second.text().endswith(f"error: another run is using {first.folder}/e: stop it, or choose another --experiment\n")
     assert (first.folder / "e" / "cfg.json").read_bytes() == cfg
+    assert script.stem == "appo_gym" or "another run" not in (first.folder / "e" / "log.txt").read_text()
     first.process.kill()
     first.wait(10)
     third = start(script=script)

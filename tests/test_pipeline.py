@@ -144,13 +144,16 @@ def test_rollouts_are_whole_ordered_and_unmixed(appo, tmp_path):
                     assert rollout["values"][t] == pytest.approx(value.item(), abs=1e-4)
 
 
-def test_finished_episodes_are_counted_once(appo, tmp_path):
-    with Pipeline(appo, tmp_path, **dict(actor_timeout=0.0) if hasattr(appo, "log") else {}) as pipeline:
+@pytest.mark.parametrize("limit", [0.0, np.inf])
+def test_finished_episodes_are_counted_once(appo, tmp_path, limit):
+    if limit and not hasattr(appo, "log"):
+        pytest.skip("it has no --actor-timeout")
+    with Pipeline(appo, tmp_path, **dict(actor_timeout=limit) if hasattr(appo, "log") else {}) as pipeline:
         rollouts = []
         while len(rollouts) < 150:
             rollouts += pipeline.take()
         episodes = list(pipeline.inference.episodes)
-    assert pipeline.log() == "", "no actor_timeout is no limit"
+    assert pipeline.log() == "", "neither is a limit"
     finished = sum(check_rollout(rollout, 5)[2] for rollout in rollouts)
     assert abs(len(episodes) - finished) <= 4 * pipeline.rows, "up to what is in rollouts that were not taken"
     assert {length for _, length in episodes} <= set(range(1, 10))

@@ -438,7 +438,7 @@ def order(appo, until_report: bool, graphs: bool, rollout: int = ROLLOUT) -> dic
             Actor.all, Actor.stopping = [], False
             appo.train(replace(args, total_timesteps=450, sync=True), Path(folder, "it"))
             content = appo.read_checkpoint(Path(folder, "it"))
-            steps = min(own["global_step"] for own in content.get("policies", [content]))
+            steps = np.mean([own["global_step"] for own in content.get("policies", [content])])
     return dict(deaths=deaths, steps=steps)
 
 
