@@ -29,8 +29,9 @@ This file is an edit of appo_gym.py. What differs:
 - The loss has a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`).
 - The network has two towers of `hidden_size`, and an optional GRU across both.
 - The noise of the actions starts larger if episodes terminate (`Learner.iterate`).
-- `Args` has other defaults: 64 environments, a longer horizon (`gamma`), a decaying learning rate, no entropy bonus, a
-  smaller gradient norm, a wider clip of the value, half as many optimizer steps per sample, and three times the steps.
+- `Args` has other defaults: 64 environments, a longer horizon (`gamma`, `vtrace_lambda`, `rollout`), a decaying learning
+  rate, no entropy bonus, a smaller gradient norm, a wider clip of the value, half as many optimizer steps per sample,
+  and three times the steps.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
@@ -160,7 +161,7 @@ class Args:
     sync: bool = False  # alternate between collecting and learning, so that every iteration starts at lag 0
 
     # --- algorithm
-    rollout: int = 32  # steps per rollout (T)
+    rollout: int = 128  # steps per rollout (T)
     batch_size: int = 512  # approximate samples per optimizer step: batches consist of whole rollouts
     num_epochs: int = 4  # passes over the rollouts of an iteration
     learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 2e-3  # Adam's learning rate
@@ -168,7 +169,7 @@ class Args:
     gamma: float = 0.9925  # discount per step
     vtrace_rho: float = 1.0  # V-trace: upper bound of the importance weight of temporal differences (rho bar)
     vtrace_c: float = 1.0  # V-trace: upper bound of the trace coefficients (c bar)
-    vtrace_lambda: float = 0.95  # decay of the trace, as in GAE; 1 gives the paper's V-trace
+    vtrace_lambda: float = 0.98  # decay of the trace, as in GAE; 1 gives the paper's V-trace
     clip_coef: float = 0.2  # PPO: the ratio is clipped to [1/(1+e), 1+e], not to [1-e, 1+e]
     ppo_clip_value: float = 1.0
     """PPO: clip range around the value at acting time, in standard deviations of the targets"""
