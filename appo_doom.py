@@ -73,13 +73,20 @@ Where to edit:
 
 With --cuda-graphs, the network and the loss must also meet the conditions in `recorded`.
 
-Terms: a *worker* is one actor process; it steps its environments in one or more *splits*. A *row* is the endless stream
-of experience of one environment; a *group* is the rows of one split of one worker, which request actions together. A
-*slot* holds one rollout (T steps of one row), and a *block* is one slot for each row of a group. In an *iteration* the
-learner takes the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples (at least one block), makes
-`num_epochs` passes over their rollouts in such batches, with one optimizer step per batch, and gives the blocks back. A
-*step* is one decision of the agent, a *frame* one tic of the engine (frames = steps x frameskip). Every optimizer step
-creates a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
+Terms:
+
+    worker       an actor process, which steps its environments in `worker_num_splits` splits
+    row          the endless stream of experience of one environment
+    group        the rows that request actions together: those of one split of a worker
+    slot         room for one rollout, T steps of one row
+    block        one slot for each row of a group
+    iteration    the learner takes blocks for `num_batches_per_epoch` batches (at least one), makes `num_epochs` passes
+                 over their rollouts, and returns them
+    batch        some of an iteration's rollouts, about `batch_size` samples, for one optimizer step
+    step         one decision of the agent
+    frame        one tic of the engine (frames = steps x frameskip)
+    version      the number of the policy, which every optimizer step increases
+    lag          of a sample: the newest version minus the version that chose its action
 
 One convention governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that
 ends an episode returns its last observation, the action chosen there is ignored, and the next observation is the first
@@ -218,7 +225,6 @@ class Args:
     vector_size: int = 128  # units in each of the two layers for vectors
 
     def __post_init__(self):
-        """Derives the flags that depend on others."""
         if self.cfg_path:
             self.env_id = Path(self.cfg_path).stem
             if os.path.exists(self.cfg_path):  # otherwise ViZDoom searches its own scenarios

@@ -49,12 +49,19 @@ Where to edit:
 
 With --cuda-graphs, the network and the loss must also meet the conditions in `recorded`.
 
-Terms: a *worker* is one actor process and its environments. A *row* is the endless stream of experience of one
-environment. The rows of a worker are its *group*: they request actions together. A *slot* holds one rollout (T steps of
-one row), and a *block* is one slot for each row of a group. In an *iteration* the learner takes as many blocks as there
-are workers, makes `num_epochs` passes over their rollouts in *batches* of about `batch_size` samples, with one
-optimizer step per batch, and gives the blocks back. A *step* is one decision of the agent. Every optimizer step creates
-a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
+Terms:
+
+    worker       an actor process and its environments
+    row          the endless stream of experience of one environment
+    group        the rows that request actions together: those of a worker
+    slot         room for one rollout, T steps of one row
+    block        one slot for each row of a group
+    iteration    the learner takes as many blocks as there are workers, makes `num_epochs` passes over their rollouts,
+                 and returns them
+    batch        some of an iteration's rollouts, about `batch_size` samples, for one optimizer step
+    step         one decision of the agent
+    version      the number of the policy, which every optimizer step increases
+    lag          of a sample: the newest version minus the version that chose its action
 
 One convention governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that
 ends an episode returns its last observation, the action chosen there is ignored, and the next observation is the first

@@ -29,9 +29,9 @@ This file is an edit of appo_gym.py. What differs:
 - The loss has a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`).
 - The network has two towers of `hidden_size`, and an optional GRU across both.
 - The noise of the actions starts larger if episodes terminate (`Learner.iterate`).
-- `Args` has other defaults: 64 environments, a longer horizon (`gamma`, `vtrace_lambda`, `rollout`), a decaying learning
-  rate, no entropy bonus, a smaller gradient norm, a wider clip of the value, half as many optimizer steps per sample,
-  and three times the steps.
+- `Args` has other defaults: 64 environments, a longer horizon (`gamma`, `vtrace_lambda`, `rollout`), a decaying
+  learning rate, no entropy bonus, a smaller gradient norm, a wider clip of the value, half as many optimizer steps per
+  sample, and three times the steps.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
@@ -59,12 +59,19 @@ Where to edit:
 
 With --cuda-graphs, the network and the loss must also meet the conditions in `recorded`.
 
-Terms: a *worker* is one actor process and its environments. A *row* is the endless stream of experience of one
-environment. The rows of a worker are its *group*: they request actions together. A *slot* holds one rollout (T steps of
-one row), and a *block* is one slot for each row of a group. In an *iteration* the learner takes as many blocks as there
-are workers, makes `num_epochs` passes over their rollouts in *batches* of about `batch_size` samples, with one
-optimizer step per batch, and gives the blocks back. A *step* is one decision of the agent. Every optimizer step creates
-a *version* of the policy; the *lag* of a sample is the newest version minus the version that chose its action.
+Terms:
+
+    worker       an actor process and its environments
+    row          the endless stream of experience of one environment
+    group        the rows that request actions together: those of a worker
+    slot         room for one rollout, T steps of one row
+    block        one slot for each row of a group
+    iteration    the learner takes as many blocks as there are workers, makes `num_epochs` passes over their rollouts,
+                 and returns them
+    batch        some of an iteration's rollouts, about `batch_size` samples, for one optimizer step
+    step         one decision of the agent
+    version      the number of the policy, which every optimizer step increases
+    lag          of a sample: the newest version minus the version that chose its action
 
 One convention governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that
 ends an episode returns its last observation, the action chosen there is ignored, and the next observation is the first

@@ -51,15 +51,21 @@ This file is an edit of appo_doom.py. What differs:
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
 
-Terms: a *worker* is one actor process; it steps its games in one or more *splits*. A *match* is a game of several
-engines, one for each player. A *row* is the endless stream of experience of one agent; a *group* is the rows of one
-split of one worker, which request actions together and are equally many for each policy. A *slot* holds one rollout (T
-steps of one row), and a *block* is one slot for each row of a group, in the rollouts of all policies. In an *iteration*
-the learners take the blocks for `num_batches_per_epoch` *batches* of about `batch_size` samples (at least one block).
-Each makes `num_epochs` passes over its rollouts in such batches, with one optimizer step per batch; then the blocks are
-given back. A *step* is one decision of an agent, a *frame* one tic of the engine (frames = steps x frameskip). Every
-optimizer step creates a *version* of its policy; the *lag* of a sample is the newest version of its policy minus the
-version that chose its action.
+Terms:
+
+    worker       an actor process, which steps its environments in `worker_num_splits` splits
+    match        a game of several engines, one for each player
+    row          the endless stream of experience of one agent
+    group        the rows that request actions together: those of one split of a worker, equally many for each policy
+    slot         room for one rollout, T steps of one row
+    block        one slot for each row of a group, in the rollouts of all policies
+    iteration    the learners take blocks for `num_batches_per_epoch` batches (at least one); each makes `num_epochs`
+                 passes over its rollouts; then the blocks are returned
+    batch        some of an iteration's rollouts, about `batch_size` samples, for one optimizer step
+    step         one decision of an agent
+    frame        one tic of the engine (frames = steps x frameskip)
+    version      the number of a policy, which every optimizer step of its learner increases
+    lag          of a sample: the newest version minus the version that chose its action
 
 One convention governs time. Environments reset on the step AFTER an episode ends (Gymnasium's NEXT_STEP): the step that
 ends an episode returns its last observation, the action chosen there is ignored, and the next observation is the first
@@ -228,7 +234,6 @@ class Args:
     vector_size: int = 128  # units in each of the two layers for vectors
 
     def __post_init__(self):
-        """Derives the flags that depend on others."""
         if self.cfg_path:
             self.env_id = Path(self.cfg_path).stem
             if os.path.exists(self.cfg_path):  # otherwise ViZDoom searches its own scenarios
