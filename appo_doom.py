@@ -1320,7 +1320,7 @@ class Inference:
         rows, t, slots, _ = indices.numpy()
         with self.lock:
             actions = self.choose(obs, indices)
-            self.mailbox.action[rows] = actions.cpu().numpy()  # the lock must be held until the device is done
+            self.mailbox.action[rows] = actions.cpu().numpy()  # waits for the device: the lock must be held until then
             self.rollouts.versions[t, slots] = self.version
         self.t[groups] += 1
         episodes = self.mailbox.episode[rows]

@@ -1542,7 +1542,7 @@ class PolicyInference:
         rows, t, slots, _ = indices.numpy()
         with self.lock:
             actions = self.choose(obs, indices)
-            self.mailbox.action[rows] = actions.cpu().numpy()  # the lock must be held until the device is done
+            self.mailbox.action[rows] = actions.cpu().numpy()  # waits for the device: the lock must be held until then
             self.rollouts.versions[t, slots] = self.version
         episodes = self.mailbox.episode[rows]
         self.episodes.extend(episodes[episodes.any(axis=1)].tolist())

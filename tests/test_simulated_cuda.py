@@ -34,7 +34,7 @@ WORKERS, ROWS, ROLLOUT = 4, 16, 4
 GYM, DOOM = VARIANTS[:2]
 STORE = "            self.store_obs(*self.store(complete))\n"
 HAND_OVER = "            wait_for(self.device)  # the learner uses another stream, and must find these blocks written\n"
-ACTIONS = "actions.cpu().numpy()  # the lock must be held until the device is done"
+ACTIONS = "actions.cpu().numpy()  # waits for the device: the lock must be held until then"
 VERSIONS = "            self.rollouts.versions[t, slots] = self.version\n"
 RETURN = "        self.inference.learner_pipe.send(blocks)  # LEARNING -> FREE"
 FULL = "                self.full.put(self.filling.pop(group))"
