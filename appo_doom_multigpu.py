@@ -50,8 +50,8 @@ Terms:
     group        the rows that request actions together: those of one split of a worker
     slot         room for one rollout, T steps of one row
     block        one slot for each row of a group
-    iteration    the learner takes blocks for `num_batches_per_epoch` batches (at least one), makes `num_epochs` passes
-                 over their rollouts, and returns them
+    iteration    the learner takes blocks for `num_batches_per_epoch` batches (at least one block), makes `num_epochs`
+                 passes over their rollouts, and returns them
     batch        some of an iteration's rollouts, about `batch_size` samples, for one optimizer step
     step         one decision of the agent
     frame        one tic of the engine (frames = steps x frameskip)
@@ -980,8 +980,8 @@ class Mailbox:
 class Rollouts:
     """The rollouts [time, slot, ...], private to the main process. Observations and the results of inference stay on
     the device. Flags, rewards and versions are host arrays, so that the learner can find valid samples without waiting
-    for the device. `Learner.gather` copies every field. Floats of each step start as NaN, so that reading an unwritten
-    slot makes the loss NaN.
+    for the device. `Learner.gather` copies every field. Rewards and the floats that `choose` writes start as NaN, so
+    that reading an unwritten slot makes the loss NaN.
 
     The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
     `Inference.receive`, to which `Learner.iterate` returns it."""
@@ -1466,6 +1466,7 @@ class Learner:
             for batch in np.array_split(shuffled, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += int(sum_over_ranks(torch.tensor(len(lags))))
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values()))))  # a copy: a recording overwrites its outputs
         self.inference.learner_pipe.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
         return metrics | {
             "charts/learning_rate": learning_rate,
@@ -1542,7 +1543,7 @@ class Learner:
 # How an actor is replaced
 # 1. It crashes or raises: its pipe ends, or has the error that `run_actor` sends. It hangs or is stopped:
 #    `Inference.notice_silence` kills it, and its pipe ends.
-# 2. `Inference.receive` closes the pipe, drops the worker's requests, makes a new pipe and calls `replace`.
+# 2. `Inference.receive` closes the pipe, drops the worker's requests and calls `replace`.
 # 3. `replace`, in `running`, ends what is left of the old actor, logs, and starts another, or raises UserError.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -1695,6 +1696,9 @@ def running(inference: Inference, folder: Path):
         thread.start()
         yield
     finally:
+        if error := sys.exception():
+            with contextlib.suppress(OSError):  # a full disk
+                log(folder, f"error: {error}", show=False)
         inference.learner_pipe.close()
         if thread.is_alive():
             thread.join(10)
@@ -1904,9 +1908,6 @@ def train(args: Args, folder: Path) -> int:
         except KeyboardInterrupt:
             code = 130
         finally:
-            if error := sys.exception():
-                with contextlib.suppress(OSError):  # a full disk
-                    log(folder, f"error: {error}", show=False)
             # Skip if nothing was learned, or if the last step may have corrupted the weights
             if learner.global_step and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, learner)

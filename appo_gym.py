@@ -206,12 +206,14 @@ def as_array(name, space, part):
     one-hot. Raises ValueError if the shape is not that of the space."""
     if np.shape(part) != space.shape:
         raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
+    if not isinstance(space, Box):
+        return flatten(space, part).astype(np.float32)
     if space.dtype == np.uint8:
         sides = [axis for axis, length in enumerate(space.shape) if length >= IMAGE_SIDE]
         if len(sides) == 2:
-            image = np.moveaxis(np.asarray(part, np.uint8), sides, (0, 1))
+            image = np.moveaxis(part, sides, (0, 1))
             return image.reshape(*image.shape[:2], -1)
-    return flatten(space, part).astype(np.float32)
+    return np.asarray(part, np.float32).ravel()
 
 
 def heads_of(space):
@@ -624,8 +626,8 @@ class Mailbox:
 class Rollouts:
     """The rollouts [time, slot, ...], private to the main process. Observations and the results of inference stay on
     the device. Flags, rewards and versions are host arrays, so that the learner can find valid samples without waiting
-    for the device. `Learner.gather` copies every field. Floats of each step start as NaN, so that reading an unwritten
-    slot makes the loss NaN.
+    for the device. `Learner.gather` copies every field. Rewards and the floats that `choose` writes start as NaN, so
+    that reading an unwritten slot makes the loss NaN.
 
     The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
     `Inference.receive`, to which `Learner.iterate` returns it."""
@@ -1031,6 +1033,7 @@ class Learner:
             for batch in np.array_split(shuffled, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values()))))  # a copy: a recording overwrites its outputs
         self.inference.learner_pipe.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
         return metrics | {
             "charts/learning_rate": learning_rate,

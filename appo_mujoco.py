@@ -674,8 +674,8 @@ class Mailbox:
 class Rollouts:
     """The rollouts [time, slot, ...], private to the main process. Observations and the results of inference stay on
     the device. Flags, rewards and versions are host arrays, so that the learner can find valid samples without waiting
-    for the device. `Learner.gather` copies every field. Floats of each step start as NaN, so that reading an unwritten
-    slot makes the loss NaN.
+    for the device. `Learner.gather` copies every field. Rewards and the floats that `choose` writes start as NaN, so
+    that reading an unwritten slot makes the loss NaN.
 
     The life of a block: FREE -> FILLING -> FULL in `Inference.serve`, -> LEARNING in `Learner.collect`, -> FREE in
     `Inference.receive`, to which `Learner.iterate` returns it."""
@@ -1090,6 +1090,7 @@ class Learner:
             for batch in np.array_split(shuffled, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values()))))  # a copy: a recording overwrites its outputs
         self.inference.learner_pipe.send(blocks)  # LEARNING -> FREE: the last `wait_for` covered all reads
         return metrics | {
             "charts/learning_rate": learning_rate,

@@ -35,18 +35,18 @@ This file is an edit of appo_doom.py. What differs:
   (`iterate_all`).
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerators)
-     +-------------------------------+  request: split s  +------------------------------------------+
-     | step the games of split s,    | -----------------> | inference thread                         |
-     | write obs, reward, ... of all |                    |   for each policy: copy its rows of all  |
+     +-------------------------------+      request       +------------------------------------------+
+     | step a group of games, write  | -----------------> | inference thread                         |
+     | obs, reward, ... of all       |                    |   for each policy: copy its rows of all  |
      | agents into the mailbox rows  |                    |   waiting groups into its rollouts,      |
-     | of their policies (meanwhile  | <----------------- |   forward, sample, write actions into    |
-     | the other split waits)        |   reply: split s   |   the mailbox                            |
+     | of their policies             | <----------------- |   forward, sample, write actions into    |
+     |                               |       reply        |   the mailbox                            |
      +-------------------------------+                    +------------------------------------------+
                                                              | full blocks               ^ free blocks
                                                           +------------------------------------------+
                                                           | a learner for each policy                |
-                                                          |   V-trace, PPO steps, each copied to the |
-                                                          |   policy that acts: version v+1, v+2, ...|
+                                                          |   V-trace, PPO steps: each makes a new   |
+                                                          |   version of the policy that acts        |
                                                           | between iterations: exchanges            |
                                                           +------------------------------------------+
      block:  FREE -> FILLING (by one group) -> FULL -> LEARNING -> FREE      exactly one owner at any time
@@ -59,8 +59,8 @@ Terms:
     group        the rows that request actions together: those of one split of a worker, equally many for each policy
     slot         room for one rollout, T steps of one row
     block        one slot for each row of a group, in the rollouts of all policies
-    iteration    the learners take blocks for `num_batches_per_epoch` batches (at least one); each makes `num_epochs`
-                 passes over its rollouts; then the blocks are returned
+    iteration    the learners take blocks for `num_batches_per_epoch` batches (at least one block); each makes
+                 `num_epochs` passes over its rollouts; then the blocks are returned
     batch        some of an iteration's rollouts, about `batch_size` samples, for one optimizer step
     step         one decision of an agent
     frame        one tic of the engine (frames = steps x frameskip)
@@ -261,7 +261,7 @@ class Args:
             self.num_workers = num_cores()
         self.sync |= self.num_workers == 0
         if self.worker_num_splits is None:
-            self.worker_num_splits = 2 if cuda and self.num_envs_per_worker % 2 == 0 else 1
+            self.worker_num_splits = 2 if cuda and self.num_envs_per_worker % (2 * self.num_policies) == 0 else 1
 
     @functools.cached_property
     def seats(self) -> int:
@@ -735,12 +735,14 @@ def as_array(name, space, part):
     one-hot. Raises ValueError if the shape is not that of the space."""
     if np.shape(part) != space.shape:
         raise ValueError(f"the observation's part {name} has shape {np.shape(part)}, but its space is {space}")
+    if not isinstance(space, Box):
+        return flatten(space, part).astype(np.float32)
     if space.dtype == np.uint8:
         sides = [axis for axis, length in enumerate(space.shape) if length >= IMAGE_SIDE]
         if len(sides) == 2:
-            image = np.moveaxis(np.asarray(part, np.uint8), sides, (0, 1))
+            image = np.moveaxis(part, sides, (0, 1))
             return image.reshape(*image.shape[:2], -1)
-    return flatten(space, part).astype(np.float32)
+    return np.asarray(part, np.float32).ravel()
 
 
 def heads_of(space):
@@ -1335,7 +1337,7 @@ def answer(pipe):
 
 
 def run_actor(args: Args, worker: int, rows: np.ndarray, seed: int, mailbox: Mailbox, pipe):
-    """Body of an actor. Takes the rows of each split. Protocol on its pipe: the number of a split = its rows are
+    """Runs an actor. Takes the rows of each of its groups. Protocol on its pipe: the number of a group = its rows are
     written, or its actions are ready; a str = an error; EOF = the other side is gone, however it ended."""
     if args.num_workers:  # otherwise this is a thread of the main process
         os.set_inheritable(pipe.fileno(), False)  # child processes of the environment would delay EOF
@@ -1472,7 +1474,7 @@ class PolicyInference:
     device is done, so no action comes from half an update."""
 
     def __init__(self, inference: "Inference", spaces: Spaces, agent: Agent, number: int):
-        """Takes the `Inference` that it belongs to, of which it only reads `filling` and `t`."""
+        """Takes the `Inference` that it belongs to, whose `filling` and `t` it only reads."""
         self.args = args = inference.args
         self.device = next(agent.parameters()).device
         n = num_rows(args)
@@ -1750,6 +1752,7 @@ class Learner:
             for batch in np.array_split(shuffled, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values()))))  # a copy: a recording overwrites its outputs
         return metrics | {
             "charts/learning_rate": learning_rate,
             "lag/mean": lags.sum() / max(1, len(lags)),
@@ -1942,7 +1945,7 @@ def settings_of(args: Args) -> dict[int, dict[str, float]]:
 # How an actor is replaced
 # 1. It crashes or raises: its pipe ends, or has the error that `run_actor` sends. It hangs or is stopped:
 #    `Inference.notice_silence` kills it, and its pipe ends.
-# 2. `Inference.receive` closes the pipe, drops the worker's requests, makes a new pipe and calls `replace`.
+# 2. `Inference.receive` closes the pipe, drops the worker's requests and calls `replace`.
 # 3. `replace`, in `running`, ends what is left of the old actor, logs, and starts another, or raises UserError.
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -2107,6 +2110,9 @@ def running(inference: Inference, folder: Path):
         thread.start()
         yield
     finally:
+        if error := sys.exception():
+            with contextlib.suppress(OSError):  # a full disk
+                log(folder, f"error: {error}", show=False)
         inference.learner_pipe.close()
         if thread.is_alive():
             thread.join(10)
@@ -2250,7 +2256,7 @@ class Reporter:
             scalars = metrics | {
                 "charts/SPS": sps,
                 "charts/FPS": sps * self.args.frameskip,
-                "stats/learner_wait": change["learner"] / seconds,  # fractions of time: learners wait for FULL blocks,
+                "stats/learner_wait": change["learner"] / seconds,  # fraction of the time: learners had no FULL block
                 "stats/inference_idle": change["requests"] / seconds,  # inference had no requests
                 "stats/inference_blocked": change["blocks"] / seconds,  # it had requests but no FREE block
                 "stats/inference_batch": change["rows"] / max(1, change["forwards"]),  # rows served together
@@ -2361,9 +2367,6 @@ def train(args: Args, folder: Path) -> int:
         except KeyboardInterrupt:
             code = 130
         finally:
-            if error := sys.exception():
-                with contextlib.suppress(OSError):  # a full disk
-                    log(folder, f"error: {error}", show=False)
             # Skip if nothing was learned, or if the last step may have corrupted the weights
             if mean_step(learners) and not isinstance(sys.exception(), FloatingPointError):
                 save_checkpoint(folder, population)

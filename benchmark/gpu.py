@@ -208,7 +208,7 @@ def profile(options: Options, family: str) -> dict:
             learn()
         synchronize()
         learner.iterate = iterate
-        return [learner.inference.rollouts.values[1].cpu().numpy(), np.array([metrics[name] for name in sorted(metrics) if "loss" in name])]
+        return [learner.inference.rollouts.values[1].cpu().numpy(), np.array([float(metrics[name]) for name in sorted(metrics) if "loss" in name])]
 
     def synchronize() -> None:
         if cuda:

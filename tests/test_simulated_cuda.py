@@ -125,7 +125,7 @@ def play(tmp_path_factory):
 # and in the last epoch, here every second, for the number of valid samples and for whether their statistics are finite, of image, vector and, in the
 # base, targets; in Doom also for the stretches between resets (two)
 WAITS = dict(act=1, serve=1, gather=1, update=5.3)
-LAUNCHES = dict(act=80, serve=8, gather=13, update=420)
+LAUNCHES = dict(act=80, serve=8, gather=13, update=420, iterate=2)
 DOOMS_WAITS = WAITS | dict(publish=1)
 DOOMS_LAUNCHES = LAUNCHES | dict(update=480, publish=2)  # a launch for each type
 MOST = {
