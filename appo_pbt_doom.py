@@ -1752,7 +1752,8 @@ class Learner:
             for batch in np.array_split(shuffled, num_batches):
                 metrics = self.update(self.gather(batch), last_epoch=epoch == args.num_epochs - 1)
         self.global_step += len(lags)
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values()))))  # a copy: a recording overwrites its outputs
+        # Numbers: a recording overwrites its outputs, and the main thread does not wait for this thread's stream
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))
         return metrics | {
             "charts/learning_rate": learning_rate,
             "lag/mean": lags.sum() / max(1, len(lags)),

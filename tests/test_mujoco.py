@@ -255,6 +255,7 @@ def test_spaces_of_a_task_of_ones_own(observation, action, names, refused_by, mo
     spaces = appo.spaces_of(args)
     assert list(spaces.obs) == names and spaces.action_size == action.low.size
     inference = appo.Inference(args, spaces, appo.Agent(spaces, args), torch.device("cpu"))
+    inference.pipes = [SimpleNamespace(send=lambda message: None)]  # no actor reads
     envs = appo.WorkerEnvs(args, 0, inference.mailbox, SEED)
     envs.reset()
     with torch.inference_mode():

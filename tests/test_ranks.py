@@ -166,7 +166,7 @@ def compare(ranks: list[dict], one: dict, name: str) -> None:
             assert theirs.keys() == metrics.keys()
             for key in metrics:
                 if not key.startswith("lag/"):  # which are each rank's own
-                    assert theirs[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-4), key
+                    assert float(theirs[key]) == pytest.approx(float(metrics[key]), rel=1e-3, abs=1e-4), key
     assert max(rank["metrics"][5]["lag/max"] for rank in ranks) == one["metrics"][5]["lag/max"]
 
 
