@@ -146,8 +146,6 @@ def test_rollouts_are_whole_ordered_and_unmixed(appo, tmp_path):
 
 @pytest.mark.parametrize("limit", [0.0, np.inf])
 def test_finished_episodes_are_counted_once(appo, tmp_path, limit):
-    if limit and not hasattr(appo, "log"):
-        pytest.skip("it has no --actor-timeout")
     with Pipeline(appo, tmp_path, **dict(actor_timeout=limit) if hasattr(appo, "log") else {}) as pipeline:
         rollouts = []
         while len(rollouts) < 150:
