@@ -26,12 +26,10 @@ This file is an edit of appo_gym.py. What differs:
 - The policy is Gaussian (`sample_actions`, `log_prob`, `entropy_of`), and its actions are stored as sampled. For the
   environment, `to_bounds` maps [-1, 1] to the bounds of each dimension that has two, and clips.
 - Each worker is pinned to one core if there are at least as many workers as cores (`run_actor`).
-- The loss has a penalty for leaving the policy that acted (`kl_divergence`, the field `gaussians`).
 - The network has two towers of `hidden_size`, and an optional GRU across both.
-- The noise of the actions starts larger if episodes terminate (`Learner.iterate`).
 - `Args` has other defaults: 64 environments, a longer horizon (`gamma`, `vtrace_lambda`, `rollout`), a decaying
-  learning rate, no entropy bonus, a smaller gradient norm, a wider clip of the value, half as many optimizer steps per
-  sample, and three times the steps.
+  learning rate, no entropy bonus, a smaller gradient norm, wider clips of ratio and value, half as many optimizer steps
+  per sample, and three times the steps.
 
      actor process w = 0..W-1  (CPU only)              main process (owns the accelerator)
      +-------------------------------+      request       +------------------------------------------+
@@ -177,18 +175,17 @@ class Args:
     vtrace_rho: float = 1.0  # V-trace: upper bound of the importance weight of temporal differences (rho bar)
     vtrace_c: float = 1.0  # V-trace: upper bound of the trace coefficients (c bar)
     vtrace_lambda: float = 0.98  # decay of the trace, as in GAE; 1 gives the paper's V-trace
-    clip_coef: float = 0.2  # PPO: the ratio is clipped to [1/(1+e), 1+e], not to [1-e, 1+e]
+    clip_coef: float = 0.3  # PPO: the ratio is clipped to [1/(1+e), 1+e], not to [1-e, 1+e]
     ppo_clip_value: float = 1.0
     """PPO: clip range around the value at acting time, in standard deviations of the targets"""
     vf_coef: float = 0.5  # coefficient of the value loss, computed in standard deviations of the targets
-    kl_loss_coef: float = 0.1  # coefficient of KL(pi, mu), a penalty for leaving the acting policy
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     max_grad_norm: float = 0.5  # maximum gradient norm; 0: no clipping
     rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
     initial_stddev: float | None = None
-    """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to 1 before the
-    first update if an episode has terminated by then"""
+    """initial standard deviation of each action dimension; 1 is half of its range. Default: sqrt(1.5 / n) for n
+    dimensions, so that robots with many joints do not start with more noise in total"""
 
     def __post_init__(self):
         self.typed = asdict(self)  # saved in cfg.json, before defaults that depend on the machine are filled in
@@ -456,9 +453,8 @@ class Agent(nn.Module):
     gives its mean, and a parameter the logarithm of its standard deviation. Both together are called `gaussians`.
 
     A network of your own takes (spaces, args) and needs `state_size` (floats of recurrent state per row, 0 for none),
-    `critic` (a PopArt), `normalizers` (by observation name; the learner updates them), `log_std` (which the learner may
-    raise once, see initial_stddev) and a `forward` without side effects. The flags rnn_type, hidden_size and
-    initial_stddev belong to this network."""
+    `critic` (a PopArt), `normalizers` (by observation name; the learner updates them) and a `forward` without side
+    effects. The flags rnn_type, hidden_size and initial_stddev belong to this network."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
@@ -476,7 +472,8 @@ class Agent(nn.Module):
             self.core = nn.GRUCell(self.state_size, self.state_size)
         self.critic = PopArt(init_layer(nn.Linear(args.hidden_size, 1), gain=1.0))
         self.policy = init_layer(nn.Linear(args.hidden_size, spaces.action_size), gain=0.01)
-        self.log_std = nn.Parameter(torch.full((spaces.action_size,), np.log(args.initial_stddev or 0.5)))
+        stddev = args.initial_stddev or np.sqrt(1.5 / spaces.action_size)
+        self.log_std = nn.Parameter(torch.full((spaces.action_size,), np.log(stddev)))
 
     def encode(self, obs):
         """Returns the features of both towers [N, 2 * hidden_size] for obs by name [N, size]."""
@@ -520,15 +517,6 @@ def entropy_of(gaussians):
     return (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
 
 
-def kl_divergence(p, q):
-    """Returns KL(p, q) [...] of two policies, given by their gaussians [..., 2 * action_size]."""
-    mean_p, log_std_p = p.chunk(2, -1)
-    mean_q, log_std_q = q.chunk(2, -1)
-    difference = log_std_q - log_std_p
-    squares = (-2 * difference).exp() + ((mean_p - mean_q) / log_std_q.exp()).square()
-    return (difference + 0.5 * (squares - 1)).sum(-1)
-
-
 # === V-trace and the loss =============================================================================================
 
 
@@ -565,9 +553,8 @@ def masked_mean(x, mask):
 
 
 def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
-    """Computes PPO's clipped losses with V-trace targets, and the KL penalty, over the valid samples of a batch, which
-    has the fields of Rollouts [time, rollout, ...]. Returns the loss, the targets float32 [T, B] and metrics, all on
-    the device.
+    """Computes PPO's clipped losses with V-trace targets over the valid samples of a batch, which has the fields of
+    Rollouts [time, rollout, ...]. Returns the loss, the targets float32 [T, B] and metrics, all on the device.
 
     To add a loss, compute it per sample [T, B], average it with `mean` and add it to `loss`. If it needs a value from
     acting time, add a field to `Rollouts` and write it in `Inference.choose`. If that value comes from the
@@ -578,7 +565,6 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     gaussians = gaussians[:-1]
     logprobs = log_prob(gaussians, batch.actions)
     entropy = entropy_of(gaussians)
-    kl = kl_divergence(gaussians, batch.gaussians)
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.clamp(np.log(0.05), np.log(20.0)).exp()  # Sample Factory's band; no gradient outside
     discounts = args.gamma * ~batch.terminated
@@ -597,8 +583,7 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
     clipped_values = batch.values + (values - batch.values).clamp(-clip_range, clip_range)
     value_losses = torch.max((values - targets).square(), (clipped_values - targets).square())
     value_losses = value_losses / agent.critic.std.square()
-    losses = policy_losses + args.vf_coef * value_losses - args.ent_coef * entropy + args.kl_loss_coef * kl
-    loss = mean(losses)
+    loss = mean(policy_losses + args.vf_coef * value_losses - args.ent_coef * entropy)
 
     with torch.no_grad():
         variance = mean((targets - mean(targets)).square())
@@ -606,7 +591,6 @@ def appo_loss(args: Args, agent: Agent, batch: SimpleNamespace):
             "losses/policy_loss": policy_losses,
             "losses/value_loss": value_losses,
             "losses/entropy": entropy,
-            "losses/kl": kl,
             "losses/approx_kl": log_ratio.exp() - 1 - log_ratio,  # http://joschu.net/blog/kl-approx.html
             "losses/clipfrac": (ratio != clipped).float(),
             "losses/explained_variance": 1 - (values - targets).square() / variance.clamp(min=1e-8),
@@ -684,7 +668,6 @@ class Rollouts:
         with device:  # written by `Inference.store_obs` (obs), `serve` (rnn_state) and `choose` (the others)
             self.obs = zeros_for(spaces, T + 1, slots)  # T + 1: the last value bootstraps from obs[T]
             self.actions = torch.full((T, slots, spaces.action_size), torch.nan)
-            self.gaussians = torch.full((T, slots, 2 * spaces.action_size), torch.nan)  # the acting policy (mu)
             self.logprobs = torch.full((T, slots), torch.nan)  # of the actions under the acting policy (mu)
             self.values = torch.full((T, slots), torch.nan)  # of the acting policy, for value clipping only
             self.rnn_state = torch.zeros((1, slots, state_size))  # before obs[0], not yet zeroed by first[0]
@@ -1032,7 +1015,6 @@ class Inference:
         gaussians, values, self.state[rows] = self.agent(obs, first.bool()[None], self.state[rows])
         actions = sample_actions(gaussians[0])
         rollouts.actions[t, slots] = actions
-        rollouts.gaussians[t, slots] = gaussians[0]
         rollouts.logprobs[t, slots] = log_prob(gaussians[0], actions)
         rollouts.values[t, slots] = values[0]
         return actions
@@ -1073,11 +1055,6 @@ class Learner:
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
-        # Where a fall ends the episode, much noise costs little; elsewhere it would cost the rest of the episode
-        if args.initial_stddev is None and self.inference.version == 0 and rollouts.terminated[:, slots].any():
-            with self.inference.lock:
-                nn.init.zeros_(self.agent.log_std)
-                wait_for(self.device)
         valid = ~rollouts.first[1:, slots]
         lags = (self.inference.version - rollouts.versions[:, slots])[valid]
         learning_rate = args.learning_rate

@@ -273,59 +273,6 @@ mujoco_cleanrl() {  # a million steps of HalfCheetah with CleanRL: 16 minutes
     collect curves cleanrl_mujoco.csv
 }
 
-# With eight epochs, so that the learner is the slower side. (The published table is older, and has runs further ahead.)
-mujoco_lag() {  # what lag does, with and without the KL penalty: 12 minutes
-    table "$three" mujoco_lag.csv --grid kl-loss-coef=0.1,0 --settings sync "" \
-        -- python appo_mujoco.py --env-id HalfCheetah-v4 --total-timesteps 500000 --num-epochs 8 --gamma 0.99 \
-        --initial-stddev 1 --rollout 32 --vtrace-lambda 0.95
-}
-
-# With the discount of then. Expected: HalfCheetah learns four times as much with the smaller one, Walker2d less.
-mujoco_stddev() {  # the deviation that actions begin with, on three tasks: 16 minutes, two runs at a time
-    table "$three" initial_stddev.csv --parallel 2 --grid env-id=HalfCheetah-v5,Hopper-v5,Walker2d-v5 \
-        --settings initial-stddev=0.5 initial-stddev=1 -- python appo_mujoco.py --total-timesteps 1000000 --gamma 0.99 \
-        --rollout 32 --vtrace-lambda 0.95
-}
-
-# The published table has more seeds of some settings, and not every task of others; it is older, and counts the games of one of two
-# workers. What it tried beyond these, no flag does today: values that are not normalised, other iterations ahead, other deviations.
-mujoco_settings() {  # how the defaults were chosen: 2.4 hours
-    local rows=() games rollout batch epochs rate more
-    while read -r games rollout batch epochs rate more; do
-        rows+=("num-envs=$games rollout=$rollout batch-size=$batch num-epochs=$epochs learning-rate=$rate${more:+ $more}")
-    done <<'ROWS'
-32 64 256 2 3e-4
-32 64 256 2 1e-3
-32 64 256 5 3e-4
-32 64 256 5 1e-3
-64 64 256 2 1e-3
-64 32 256 2 1e-3
-32 64 256 2 3e-3
-64 32 256 2 3e-3
-32 64 256 2 3e-3 initial-stddev=0.5
-64 32 256 4 3e-3
-32 64 256 2 3e-3 kl-loss-coef=1
-32 64 512 4 3e-3
-128 32 1024 4 3e-3
-64 32 512 4 3e-3
-128 16 512 4 3e-3
-64 32 512 4 2e-3
-64 32 512 4 3e-3 max-grad-norm=3.5
-64 32 512 4 1e-3
-64 32 512 4 1.5e-3
-64 32 512 4 3e-3 kl-loss-coef=1
-64 32 512 4 2e-3 kl-loss-coef=1
-64 32 512 4 2e-3 sync
-64 32 512 4 2e-3 vtrace-lambda=1
-64 32 512 4 2e-3 vtrace-lambda=0.98
-64 32 512 4 2e-3 initial-stddev=0.5
-64 32 512 4 2e-3 kl-loss-coef=0
-ROWS
-    table "$one" seeds_mujoco.csv --grid env-id=HalfCheetah-v5,Hopper-v5,Walker2d-v5 --settings "${rows[@]}" \
-        -- python appo_mujoco.py --total-timesteps 1000000 --gamma 0.99 --initial-stddev 1 \
-        --rollout 32 --vtrace-lambda 0.95  # a row's own settings come last
-}
-
 run mkdir -p "$out" "$results"
 "$name"
 exit $failed

@@ -119,7 +119,7 @@ def build(appo, env_id: str, device: str, **flags):
             field.random_(0, 255)
         elif field.is_floating_point():
             field.normal_()
-    for name in ("actions", "gaussians", "logits"):  # not every file has all of these
+    for name in ("actions", "logits"):  # not every file has all of these
         if (field := getattr(r, name, None)) is not None and field.is_floating_point():
             field.normal_()
     r.logprobs.fill_(-1.4)

@@ -16,9 +16,9 @@ import pytest
 import torch
 from edited import REPORTS, ROOT, edited, load, replacing
 from gymnasium.spaces import Box, Dict, Discrete, Text, Tuple
-from test_algorithm import at, direct_vtrace, learner_of, make_agent, make_batch, observations
+from test_algorithm import at, direct_vtrace, make_agent, make_batch, observations
 from test_command_line import OPERATIONS, TAGS, scalars
-from torch.distributions import Independent, Normal, kl_divergence
+from torch.distributions import Independent, Normal
 
 import appo_mujoco as appo
 import evaluate
@@ -95,7 +95,8 @@ def test_a_time_limit_bootstraps_from_the_true_last_observation():
     batch = learner.gather(np.r_[block])
     assert not batch.terminated.any() and batch.first.nonzero()[:, 0].tolist() == [0, 0, 1001, 1001]
     np.testing.assert_array_equal(batch.obs["obs"][1000], last)
-    torch.testing.assert_close(appo.log_prob(batch.gaussians, batch.actions), batch.logprobs)
+    gaussians = agent(batch.obs, batch.first, batch.rnn_state[0])[0].detach()
+    torch.testing.assert_close(appo.log_prob(gaussians[:-1], batch.actions), batch.logprobs)
     assert (batch.actions.abs() > 1).any(), "they are kept as they were sampled"
     valid = (~batch.first[1:]).float()
     assert valid.sum() == 2 * 1009
@@ -302,12 +303,10 @@ def random_policies(rng, *shape: int, numbers: int = 4):
 def test_gaussians_against_torch_distributions():
     rng = np.random.default_rng(0)
     for numbers in (1, 3, 17):
-        (p, one), (q, two) = random_policies(rng, 50, 6, numbers=numbers), random_policies(rng, 50, 6, numbers=numbers)
+        gaussians, distribution = random_policies(rng, 50, 6, numbers=numbers)
         actions = torch.from_numpy(rng.normal(0, 2, (50, 6, numbers)))
-        torch.testing.assert_close(appo.log_prob(p, actions), one.log_prob(actions))
-        torch.testing.assert_close(appo.entropy_of(p), one.entropy())
-        torch.testing.assert_close(appo.kl_divergence(p, q), kl_divergence(one, two))
-        assert not appo.kl_divergence(p, p).any()
+        torch.testing.assert_close(appo.log_prob(gaussians, actions), distribution.log_prob(actions))
+        torch.testing.assert_close(appo.entropy_of(gaussians), distribution.entropy())
 
 
 def test_sampling_follows_the_policy():
@@ -357,8 +356,7 @@ def test_log_ratio_at_lag_zero():
 
 
 def test_loss_against_numpy():
-    args, agent = make_agent(appo, ent_coef=0.1, kl_loss_coef=0.3, vtrace_rho=1.4, vtrace_c=0.7, vtrace_lambda=0.8, clip_coef=0.3, vf_coef=0.7,
-                             gamma=0.9)  # fmt: skip
+    args, agent = make_agent(appo, ent_coef=0.1, vtrace_rho=1.4, vtrace_c=0.7, vtrace_lambda=0.8, clip_coef=0.3, vf_coef=0.7, gamma=0.9)
     agent.critic.std.fill_(3.0)
     agent.critic.mean.fill_(-2.0)
     batch = make_batch(appo, agent)
@@ -367,7 +365,8 @@ def test_loss_against_numpy():
     loss, target, metrics = appo.appo_loss(args, agent, batch)
     with torch.no_grad():
         gaussians, values, _ = agent(batch.obs, batch.first, batch.rnn_state[0])
-    pi, mu = (Independent(Normal(x[..., :2], x[..., 2:].exp()), 1) for x in (gaussians[:-1].double(), batch.gaussians.double()))
+    mean, log_std = gaussians[:-1].double().chunk(2, -1)
+    pi = Independent(Normal(mean, log_std.exp()), 1)
     ratio = (pi.log_prob(batch.actions) - batch.logprobs).exp().clamp(0.05, 20)
     vs, advantage = direct_vtrace(ratio, values.double(), batch.rewards.double(), args.gamma * (~batch.terminated).double(),
                                   ~batch.first[1:], 1.4, 0.7, 0.8)  # fmt: skip
@@ -379,27 +378,8 @@ def test_loss_against_numpy():
     new, old = values[:-1].double().numpy()[m], batch.values.numpy()[m]
     clipped = old + np.clip(new - old, -3 * args.ppo_clip_value, 3 * args.ppo_clip_value)
     value = np.maximum((new - vs) ** 2, (clipped - vs) ** 2).mean() / 9
-    kl = kl_divergence(pi, mu).numpy()[m].mean()
-    assert loss.item() == pytest.approx(policy + 0.7 * value - 0.1 * pi.entropy().numpy()[m].mean() + 0.3 * kl, rel=1e-4)
-    assert metrics["losses/kl"].item() == pytest.approx(kl, rel=1e-4)
+    assert loss.item() == pytest.approx(policy + 0.7 * value - 0.1 * pi.entropy().numpy()[m].mean(), rel=1e-4)
     assert metrics["losses/explained_variance"].item() == pytest.approx(1 - ((vs - new) ** 2).mean() / vs.var(), rel=1e-4)
-
-
-def test_the_kl_penalty_keeps_the_policy_near_the_one_that_acted():
-    """Without advantages it alone moves the policy, and towards mu."""
-    distances = []
-    for coefficient in (0.0, 1.0):
-        args, agent = make_agent(appo, kl_loss_coef=coefficient, vf_coef=0.0, learning_rate=0.01, anneal_lr=False)
-        learner, batch = learner_of(appo, args, agent), make_batch(appo, agent)
-        batch.gaussians[:] = torch.tensor([1.0, -1.0, 0.5, -0.5])
-        batch.first[1:] = True
-        batch.first[1, 0] = False  # the advantage of a single sample, less its mean, is 0
-        for _ in range(50):
-            learner.update(batch, last_epoch=False)
-        with torch.no_grad():
-            gaussians = agent(batch.obs, batch.first, batch.rnn_state[0])[0][:-1]
-        distances.append(appo.kl_divergence(gaussians, batch.gaussians)[0, 0].item())
-    assert distances[1] < 0.2 * distances[0]
 
 
 def test_the_size_of_the_rewards_does_not_matter():
@@ -431,11 +411,9 @@ def test_a_worker_for_each_core_stays_on_its_own(fewer, run):
         assert set.union(*(os.sched_getaffinity(actor) for actor in r.actors())) == os.sched_getaffinity(0)
 
 
-@pytest.mark.parametrize("task, flags, expected", [
-    ("Hopper-v5", (), 1.0), ("HalfCheetah-v5", (), 0.5), ("Hopper-v5", ("--initial-stddev", 0.7), 0.7), ("HalfCheetah-v5", ("--initial-stddev", 1), 1.0),
-])  # fmt: skip
-def test_noise_starts_larger_where_episodes_terminate(task, flags, expected, main, tmp_path):
-    """In HalfCheetah nothing does. A typed value stays, and a resumed run does not begin again."""
+@pytest.mark.parametrize("task, flags, expected", [("Hopper-v5", (), 0.707), ("Ant-v5", (), 0.433), ("Ant-v5", ("--initial-stddev", 1), 1.0)])
+def test_initial_noise_depends_on_the_number_of_dimensions(task, flags, expected, main, tmp_path):
+    """A typed value stays, and a resumed run does not begin again."""
     typed = ("--train-dir", tmp_path, "--experiment", "e", "--num-workers", 0, "--num-envs", 16, "--learning-rate", 1e-4)
     for steps in (600, 1200):
         code, text = main(appo, *typed, "--env-id", task, *flags, "--total-timesteps", steps)
@@ -449,7 +427,7 @@ def test_train_resume_evaluate(run, main, tmp_path, monkeypatch, capsys):
     r = run(*SMALL, "--experiment", "e", "--env-id", "Hopper-v5", "--total-timesteps", "1500", "--rnn-type", "gru", script=script)
     assert r.wait(90) == 0, r.text()
     found = scalars(tmp_path / "e")
-    assert set(found) == TAGS - OPERATIONS | {"losses/kl"}, "the tags are those of the table"
+    assert set(found) == TAGS - OPERATIONS, "the tags are those of the table"
     rates = [event.value for event in found["charts/learning_rate"]]
     assert rates == sorted(rates, reverse=True) and rates[-1] < 0.9 * Args.learning_rate
     code, text = main(load(script), "--train-dir", tmp_path, "--experiment", "e", "--total-timesteps", 2000)

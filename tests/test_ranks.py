@@ -65,7 +65,7 @@ def fill(r, seed: int) -> None:
     rng = np.random.default_rng(seed)
     r.obs["obs"].copy_(torch.from_numpy(rng.integers(0, 256, r.obs["obs"].shape, np.uint8)))
     r.obs["vector"].copy_(torch.from_numpy(rng.normal(0, 1, r.obs["vector"].shape)))
-    for name in ("rnn_state", "values", "gaussians", "logits"):  # of which few files have all
+    for name in ("rnn_state", "values", "logits"):  # of which few files have all
         if hasattr(r, name):
             getattr(r, name).copy_(torch.from_numpy(rng.normal(0, 0.5, getattr(r, name).shape)))
     r.actions.copy_(torch.from_numpy(rng.integers(0, 3, r.actions.shape)))

@@ -116,7 +116,6 @@ def test_its_table_of_features():
         "collecting and learning in turn": has_flag("sync"),
         "epochs of minibatches": has_flag("num_epochs") & has_flag("anneal_lr"),
         "PopArt": have(lambda module: hasattr(module, "PopArt")),
-        "KL penalty": has_flag("kl_loss_coef"),
         "replay": has_flag("replay"),
         "several policies": has_flag("num_policies"),
         "`torchrun`": says("torch.distributed"),
