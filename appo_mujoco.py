@@ -185,7 +185,7 @@ class Args:
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
     initial_stddev: float | None = None
     """initial standard deviation of each action dimension; 1 is half of its range. Default: sqrt(1.5 / n) for n
-    dimensions, so that robots with many joints do not start with more noise in total"""
+    dimensions, so that the sum of the variances is the same for each robot, but at least 0.5"""
 
     def __post_init__(self):
         self.typed = asdict(self)  # saved in cfg.json, before defaults that depend on the machine are filled in
@@ -472,7 +472,7 @@ class Agent(nn.Module):
             self.core = nn.GRUCell(self.state_size, self.state_size)
         self.critic = PopArt(init_layer(nn.Linear(args.hidden_size, 1), gain=1.0))
         self.policy = init_layer(nn.Linear(args.hidden_size, spaces.action_size), gain=0.01)
-        stddev = args.initial_stddev or np.sqrt(1.5 / spaces.action_size)
+        stddev = args.initial_stddev or max(0.5, np.sqrt(1.5 / spaces.action_size))
         self.log_std = nn.Parameter(torch.full((spaces.action_size,), np.log(stddev)))
 
     def encode(self, obs):
