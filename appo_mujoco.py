@@ -184,8 +184,8 @@ class Args:
     rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
     initial_stddev: float | None = None
-    """initial standard deviation of each action dimension; 1 is half of its range. Default: sqrt(1.5 / n) for n
-    dimensions, so that the sum of the variances is the same for each robot, but at least 0.5"""
+    """initial standard deviation of each action dimension; 1 is half of its range. Default: the larger of 0.5
+    and sqrt(1.5 / n) for n dimensions, which gives up to six dimensions the same total variance"""
 
     def __post_init__(self):
         self.typed = asdict(self)  # saved in cfg.json, before defaults that depend on the machine are filled in
