@@ -27,6 +27,7 @@ This file is an edit of appo_gym.py. What differs:
   environment, `to_bounds` maps [-1, 1] to the bounds of each dimension that has two, and clips.
 - Each worker is pinned to one core if there are at least as many workers as cores (`run_actor`).
 - The network has two towers of `hidden_size`, and an optional GRU across both.
+- The noise of the actions starts larger if episodes terminate (`Learner.iterate`).
 - `Args` has other defaults: 64 environments, a longer horizon (`gamma`, `vtrace_lambda`, `rollout`), a decaying
   learning rate, no entropy bonus, a smaller gradient norm, wider clips of ratio and value, half as many optimizer steps
   per sample, and three times the steps.
@@ -184,8 +185,8 @@ class Args:
     rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
     initial_stddev: float | None = None
-    """initial standard deviation of each action dimension; 1 is half of its range. Default: the larger of 0.5
-    and sqrt(1.5 / n) for n dimensions, which gives up to six dimensions the same total variance"""
+    """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to
+    0.7 before the first update if an episode has terminated by then"""
 
     def __post_init__(self):
         self.typed = asdict(self)  # saved in cfg.json, before defaults that depend on the machine are filled in
@@ -453,8 +454,9 @@ class Agent(nn.Module):
     gives its mean, and a parameter the logarithm of its standard deviation. Both together are called `gaussians`.
 
     A network of your own takes (spaces, args) and needs `state_size` (floats of recurrent state per row, 0 for none),
-    `critic` (a PopArt), `normalizers` (by observation name; the learner updates them) and a `forward` without side
-    effects. The flags rnn_type, hidden_size and initial_stddev belong to this network."""
+    `critic` (a PopArt), `normalizers` (by observation name; the learner updates them), `log_std` (which the learner may
+    raise once, see initial_stddev) and a `forward` without side effects. The flags rnn_type, hidden_size and
+    initial_stddev belong to this network."""
 
     def __init__(self, spaces: Spaces, args: Args):
         super().__init__()
@@ -472,8 +474,7 @@ class Agent(nn.Module):
             self.core = nn.GRUCell(self.state_size, self.state_size)
         self.critic = PopArt(init_layer(nn.Linear(args.hidden_size, 1), gain=1.0))
         self.policy = init_layer(nn.Linear(args.hidden_size, spaces.action_size), gain=0.01)
-        stddev = args.initial_stddev or max(0.5, np.sqrt(1.5 / spaces.action_size))
-        self.log_std = nn.Parameter(torch.full((spaces.action_size,), np.log(stddev)))
+        self.log_std = nn.Parameter(torch.full((spaces.action_size,), np.log(args.initial_stddev or 0.5)))
 
     def encode(self, obs):
         """Returns the features of both towers [N, 2 * hidden_size] for obs by name [N, size]."""
@@ -1055,6 +1056,11 @@ class Learner:
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
+        # Where a fall ends the episode, much noise costs little; elsewhere it would cost the rest of the episode
+        if args.initial_stddev is None and self.inference.version == 0 and rollouts.terminated[:, slots].any():
+            with self.inference.lock:
+                nn.init.constant_(self.agent.log_std, np.log(0.7))
+                wait_for(self.device)
         valid = ~rollouts.first[1:, slots]
         lags = (self.inference.version - rollouts.versions[:, slots])[valid]
         learning_rate = args.learning_rate
