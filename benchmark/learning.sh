@@ -255,7 +255,7 @@ gym() {  # five environments beside Stable-Baselines3, five seeds: 29 minutes
 }
 
 # The returns that are published for tuned settings are deterministic, so the last policies are also played without noise. The published
-# table has three seeds of HumanoidStandup.
+# table has two seeds of Ant, three of HumanoidStandup, and neither Swimmer nor Pendulum.
 mujoco() {  # eight MuJoCo tasks, five seeds of a million steps (Pendulum: 100 thousand): about 90 minutes, two runs at a time
     local folder seeds="${SEEDS:-11 12 13 14 15}" csv=mujoco_seeds.csv
     local tasks=HalfCheetah-v5,Walker2d-v5,Hopper-v5,Ant-v5,HumanoidStandup-v5,Swimmer-v5,Pusher-v5
