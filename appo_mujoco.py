@@ -19,8 +19,8 @@ pipeline in one file.
     python appo_mujoco.py --env-id my_module:MyRobot-v0    # your own, registered when my_module is imported
     python evaluate.py train_dir/NAME    # plays the trained policy
 
-On 2 cores of an Intel Xeon (no GPU), a million steps took 1.4 to 3 minutes, two runs at a time, and the final policies
-of five seeds then had these median returns without noise: HalfCheetah-v5 7,134, Hopper-v5 3,250, Walker2d-v5 3,533
+On 2 cores of an Intel Xeon (no GPU), a million steps took 1.2 to 3.4 minutes, two runs at a time; the final policies of
+five seeds then had these median returns without noise: HalfCheetah-v5 7,134, Hopper-v5 3,250, Walker2d-v5 3,533
 (2026-11-30, benchmark/results/mujoco_played.txt).
 
 This file is an edit of appo_gym.py. What differs:
