@@ -162,7 +162,7 @@ def make_batch(appo, agent, T=6, B=4, seed=1) -> SimpleNamespace:
         rnn_state=torch.randn(1, B, agent.state_size, generator=generator), actions=actions,
         logprobs=torch.randn(T, B, generator=generator) - 2, values=torch.randn(T, B, generator=generator),
         rewards=torch.randn(T, B, generator=generator), terminated=torch.rand(T, B, generator=generator) < 0.1,
-        versions=torch.zeros(T, B, dtype=torch.int64), lags=lags,
+        versions=torch.zeros(T, B, dtype=torch.int64), lags=lags, gaussians=0.5 * torch.randn(T, B, 4, generator=generator),
         logits=logits, times_replayed=torch.zeros(1, B, dtype=torch.int64), inactive=torch.rand(T + 1, B, generator=generator) < 0.1,
     )  # fmt: skip
 
