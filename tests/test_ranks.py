@@ -160,7 +160,7 @@ def compare(ranks: list[dict], one: dict, name: str) -> None:
     assert one["metrics"][1]["charts/learning_rate"] > one["metrics"][5]["charts/learning_rate"] > 0
     for rank in ranks:
         assert all(torch.equal(x, ranks[0]["weights"][key]) for key, x in rank["weights"].items()), "to the bit, statistics, too"
-        torch.testing.assert_close(rank["weights"], one["weights"], rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(rank["weights"], one["weights"], rtol=1e-5, atol=5e-5)
         assert rank["counts"] == one["counts"]
         for theirs, metrics in zip(rank["metrics"], one["metrics"], strict=True):
             assert theirs.keys() == metrics.keys()
