@@ -162,7 +162,7 @@ def make_batch(appo, agent, T=6, B=4, seed=1) -> SimpleNamespace:
         rnn_state=torch.randn(1, B, agent.state_size, generator=generator), actions=actions,
         logprobs=torch.randn(T, B, generator=generator) - 2, values=torch.randn(T, B, generator=generator),
         rewards=torch.randn(T, B, generator=generator), terminated=torch.rand(T, B, generator=generator) < 0.1,
-        versions=torch.zeros(T, B, dtype=torch.int64), lags=lags, gaussians=0.5 * torch.randn(T, B, 4, generator=generator),
+        versions=torch.zeros(T, B, dtype=torch.int64), lags=lags,
         logits=logits, times_replayed=torch.zeros(1, B, dtype=torch.int64), inactive=torch.rand(T + 1, B, generator=generator) < 0.1,
     )  # fmt: skip
 
@@ -248,6 +248,8 @@ def test_loss_against_numpy(appo):
         entropy = entropy - (p * p.log()).sum(-1)
         skl = skl + 0.5 * ((p * (p / u).log()).sum(-1) + (u * (u / p).log()).sum(-1))
     ratio = (logprob - batch.logprobs).exp().clamp(0.05, 20)
+    if hasattr(appo, "PolicyInference"):
+        ratio[batch.inactive[:-1]] = 1  # what an agent chose that could not act
     vs, advantage = direct_vtrace(ratio, values.double(), batch.rewards.double(), args.gamma * (~batch.terminated).double(),
                                   ~batch.first[1:], 1.4, 0.7, 0.8)  # fmt: skip
     m = used_of(appo, batch).numpy()
