@@ -567,7 +567,7 @@ def agreement(appo, rnn: str, vector: int, heads: list[int], graphs: bool) -> di
     one = run("cpu")
     with cuda.Device():
         two = run("cuda")
-    torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-5, equal_nan=True)  # 2e-6 on a processor with AMX: other addresses, other sums
     return dict(updates=len(one["metrics"]))
 
 
