@@ -542,6 +542,7 @@ def agreement(appo, rnn: str, vector: int, heads: list[int], graphs: bool) -> di
         inference = appo.Inference(args, spaces, agent, device)
         own_copy = hasattr(inference, "publish")
         learner = appo.Learner(args, *([agent] if own_copy else []), inference)
+        learner.optimizer.param_groups[0]["eps"] = 0.1  # with Adam's usual one, rounding decides the step of a weight whose gradient is about 0
         appo.wait_for(device)
         inference.pipes = [SimpleNamespace(send=lambda group: None)] * len(inference.pipes)
         units = len(inference.t)  # workers or groups
@@ -567,7 +568,7 @@ def agreement(appo, rnn: str, vector: int, heads: list[int], graphs: bool) -> di
     one = run("cpu")
     with cuda.Device():
         two = run("cuda")
-    torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-5, equal_nan=True)  # 2e-6 on a processor with AMX: other addresses, other sums
+    torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-5, equal_nan=True)
     return dict(updates=len(one["metrics"]))
 
 
