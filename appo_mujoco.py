@@ -189,8 +189,8 @@ class Args:
     rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
     initial_stddev: float | None = None
-    """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to 0.7 before
-    the first update if an episode has terminated by then"""
+    """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to 1 before
+    the first update if more than one step in 100 has terminated an episode"""
 
     def __post_init__(self):
         self.typed = asdict(self)  # saved in cfg.json, before defaults that depend on the machine are filled in
@@ -1060,14 +1060,14 @@ class Learner:
         args = self.args
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
-        # Where a fall ends the episode, much noise costs little; elsewhere it would cost the rest of the episode
+        valid = ~rollouts.first[1:, slots]
+        # Where agents fall within tens of steps, much noise costs little; in a long episode it may ruin the rest
         if args.initial_stddev is None and self.inference.version == 0:
             terminated = torch.from_numpy(rollouts.terminated[:, slots])
-            if masked_mean(terminated, terminated):  # 1 if any is set: with appo_doom_multigpu.py's change, on any rank
+            if masked_mean(terminated, torch.from_numpy(valid)) > 1 / 100:
                 with self.inference.lock:
-                    nn.init.constant_(self.agent.log_std, np.log(0.7))
+                    nn.init.zeros_(self.agent.log_std)
                     wait_for(self.device)
-        valid = ~rollouts.first[1:, slots]
         lags = (self.inference.version - rollouts.versions[:, slots])[valid]
         learning_rate = args.learning_rate
         if args.anneal_lr:
