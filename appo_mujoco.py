@@ -188,7 +188,6 @@ class Args:
     max_grad_norm: float = 0.5  # maximum gradient norm; 0: no clipping
     rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
-    log_std_speed: float = 1.0  # how many times as fast log_std learns
     initial_stddev: float | None = None
     """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to 1 before
     the first update if more than one step in 100 has terminated an episode"""
@@ -1039,9 +1038,6 @@ class Learner:
         self.agent = inference.agent
         self.device = inference.device
         self.optimizer = torch.optim.Adam(self.agent.parameters(), args.learning_rate, eps=1e-6, fused=True)
-        others = [parameter for parameter in self.agent.parameters() if parameter is not self.agent.log_std]
-        self.optimizer.param_groups[0]["params"] = others
-        self.optimizer.add_param_group(dict(params=[self.agent.log_std]))
         if args.cuda_graphs:
             self.differentiate = recorded(self.differentiate, self.device)
         self.global_step = 0  # number of valid transitions learned from
@@ -1077,7 +1073,6 @@ class Learner:
         if args.anneal_lr:
             learning_rate *= 1 - self.global_step / args.total_timesteps
         self.optimizer.param_groups[0]["lr"] = learning_rate
-        self.optimizer.param_groups[1]["lr"] = learning_rate * args.log_std_speed
         num_batches = np.clip(round(len(slots) * args.rollout / args.batch_size), 1, len(slots))
         for epoch in range(args.num_epochs):
             shuffled = slots[torch.randperm(len(slots)).numpy()]
