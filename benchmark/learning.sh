@@ -254,8 +254,7 @@ gym() {  # five environments beside Stable-Baselines3, five seeds: 29 minutes
         --out "$results/gym_learning.csv" -- "${flags[@]}"
 }
 
-# The returns that are published for tuned settings are deterministic, so the last policies are also played without noise. The published
-# table has two seeds of Ant, three of HumanoidStandup, and neither Swimmer nor Pendulum.
+# The returns that are published for tuned settings are deterministic, so the last policies are also played without noise.
 mujoco() {  # eight MuJoCo tasks, five seeds of a million steps (Pendulum: 100 thousand): about 90 minutes, two runs at a time
     local folder seeds="${SEEDS:-11 12 13 14 15}" csv=mujoco_seeds.csv
     local tasks=HalfCheetah-v5,Walker2d-v5,Hopper-v5,Ant-v5,HumanoidStandup-v5,Swimmer-v5,Pusher-v5
@@ -265,6 +264,15 @@ mujoco() {  # eight MuJoCo tasks, five seeds of a million steps (Pendulum: 100 t
         run play "$folder" "$out/mujoco_played.txt"
     done
     run cp "$out/mujoco_played.txt" "$results"
+}
+
+mujoco_long() {  # three million steps of Ant, two seeds: 20 minutes
+    local folder
+    table "${SEEDS:-11 12}" mujoco_long.csv --parallel 2 --grid env-id=Ant-v4 --settings "" -- python appo_mujoco.py --total-timesteps 3000000
+    for folder in "$out"/env-id_*_[0-9]*/; do
+        run play "$folder" "$out/mujoco_long_played.txt"
+    done
+    run cp "$out/mujoco_long_played.txt" "$results"
 }
 
 # Needs CLEANRL and CLEANRL_PYTHON, installed for MuJoCo.
