@@ -134,7 +134,8 @@ def learning_table() -> str:
         if max(map(len, seeds.values())) > 1:  # all of the curve
             length = max(points[-1, 1] for points in seeds.values())
             ends = [points[-1, 2] for points in seeds.values() if points[-1, 1] > 0.9 * length]  # not of a run that was stopped
-            span = " to ".join(f"{end:,.{0 if goal > 100 else 1}f}" for end in sorted({min(ends), max(ends)})) + f" ({length / 1e6:.2g}M)"
+            end_of = [f"{end / 1000:.0f}k" if goal > 1e5 else f"{end:,.{0 if goal > 100 else 1}f}" for end in sorted({min(ends), max(ends)})]
+            span = " to ".join(end_of) + f" ({length / 1e6:.2g}M)"
         peer = [f"{name}: {'; '.join(when(reached(lines, goal)))}" for name, lines in peer_curves(goal, *peers[:1]).items()] or [""]
         rows.append([f"`{flags}`", f"{goal:,}", *(when(reached(seeds, goal)) + ["-"])[:2], span, *peer])
     return table(["command", "goal", "steps to it", "time to it", "return at the end (steps)", "a peer: steps; time"], rows)
