@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from edited import COUNTING, ROOT, load, with_envs
-from forked import MARK, Forked, new_mark
+from forked import MARK, Forked, end_with_parent, new_mark
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,9 +87,14 @@ class Run:
             self.process = Forked(command, self.output, folder, environment)
         else:
             file = os.open(self.output, os.O_RDWR | os.O_CREAT | os.O_NOCTTY)
-            take = (lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)) if terminal else None
+
+            def prepare():
+                end_with_parent()
+                if terminal:
+                    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+
             self.process = subprocess.Popen([sys.executable, *command], stdin=file if terminal else None, stdout=file, stderr=file, cwd=folder,
-                                            env=environment, start_new_session=True, preexec_fn=take)  # fmt: skip
+                                            env=environment, start_new_session=True, preexec_fn=prepare)  # fmt: skip
             os.close(file)
 
     def text(self) -> str:

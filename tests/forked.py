@@ -27,6 +27,14 @@ def new_mark() -> str:
     return f"{MARK}_{time.monotonic_ns():020}"
 
 
+LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """In a child: if the tests are killed, what they have started is told to save and end, and does not train on for days."""
+    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 class Forked:
     def __init__(self, command: list[str], output: Path, folder: Path, environment: dict[str, str]):
         """command: the script and its flags."""
@@ -95,8 +103,9 @@ def serve() -> dict:
 
 def become(argv: list[str], output: str, folder: str, environment: dict[str, str]) -> None:
     os.setsid()
+    end_with_parent()
     # /proc/PID/environ shows the memory that this process began with: the mark goes there, too
-    getenv = ctypes.CDLL(None).getenv
+    getenv = LIBC.getenv
     getenv.restype = ctypes.c_void_p
     ctypes.memmove(getenv(MARK.encode()), environment[MARK].encode(), len(new_mark()))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which a test run under nohup ignores
