@@ -275,6 +275,17 @@ mujoco_long() {  # three million steps of Ant, two seeds: 20 minutes
     run cp "$out/mujoco_long_played.txt" "$results"
 }
 
+# The zoo's settings are for version 3. Needs SB3_PYTHON, installed for MuJoCo.
+mujoco_zoo() {  # three MuJoCo tasks with the tuned settings of Stable-Baselines3's zoo, two seeds of a million steps: 2.5 hours
+    local task command=(env OMP_NUM_THREADS=1 "${SB3_PYTHON:-python}" benchmark/peers/stable_baselines3_ppo.py) peers=()
+    for task in Walker2d-v5 HalfCheetah-v5 Hopper-v5; do
+        peers+=("$task: ${command[*]} $task {seed} --folder {folder} --play 20")
+    done
+    flags=()   # they are for runs of ours
+    table "${SEEDS:-1 2}" mujoco_zoo.csv --parallel 2 --peers "${peers[@]}"
+    run bash -c 'cd "$0" && grep played *-v5_*.txt > "$1"' "$out" "$results/mujoco_zoo_played.txt"
+}
+
 # Needs CLEANRL and CLEANRL_PYTHON, installed for MuJoCo.
 mujoco_cleanrl() {  # a million steps of HalfCheetah with CleanRL: 16 minutes
     run benchmark/peers/cleanrl.sh ppo_continuous_action.py HalfCheetah-v4 1000000 1 "$out/cleanrl_1"

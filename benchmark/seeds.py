@@ -12,7 +12,7 @@
 * An axis of --grid is a flag and its values, or flags to choose one from ("sync,no-sync"). Every setting is combined with every value of
   each axis.
 * A peer is "NAME: COMMAND": any program whose runs collect.py can read (not a population, which has several curves). {seed} and {folder} in
-  the command are filled in.
+  the command are filled in. Without a command of ours after --, only the peers are trained.
 
 The first seed is trained with all combinations, then with all peers; then the next seed follows. At most --parallel runs go at once, each
 on its own share of the cores and with its own GPU (by CUDA_VISIBLE_DEVICES); if there are fewer GPUs than runs, the runs share them. A run
@@ -242,8 +242,9 @@ def executor_for(parameters: list[str], folder: Path):
 def train(command: list[str], options: Options, out: Path) -> int:
     """Trains the runs that are not in OUT. Returns the number of those that failed."""
     peers, runs = dict(peer.split(": ", 1) for peer in options.peers), []
+    settings = combinations(options.settings, options.grid) if command else {}
     for seed in options.seeds:
-        for setting, flags in combinations(options.settings, options.grid).items():
+        for setting, flags in settings.items():
             runs.append(Run(setting, seed, options.folder, [*command, *(f"--{flag}" for flag in flags.split())]))
         runs += [Run(name, seed, options.folder, shlex.split(peer), peer=True) for name, peer in peers.items()]
     finished, failed = commands_of(out), 0
@@ -325,7 +326,7 @@ def main() -> int:
     options, command = tyro.cli(Options, args=sys.argv[1:split]), sys.argv[split + 1 :]
     out, failed = options.out or options.folder / "curves.csv", 0
     if not options.report:
-        if not command:
+        if not command and not options.peers:
             refuse("no command to run: put it after --")
         if options.parallel < 1:
             refuse(f"--parallel {options.parallel} is out of range: at least 1")

@@ -101,7 +101,8 @@ def main() -> None:
     policy = "CnnPolicy" if "NoFrameskip" in options.env_id else "MlpPolicy"
     model = PPO(policy, envs, device="cpu", seed=options.seed, tensorboard_log=options.folder, **settings)
     callback = Goal(float("inf") if options.goal is None else options.goal)
-    model.learn(steps, callback=callback)
+    iteration = model.n_steps * envs.num_envs
+    model.learn(steps, callback=callback, log_interval=max(1, 4096 // iteration))  # where iterations are short, not each is reported
     seconds, steps = time.perf_counter() - callback.started, model.num_timesteps
     found = dict(steps=steps, seconds=seconds, reached=callback.reached, steps_per_second=steps / seconds)
     if options.play:
