@@ -1829,6 +1829,7 @@ class Population:
         self.learners = learners
         self.exchanged = 0  # the step count of the slowest policy at the last exchange
         self.told = False  # has printed that an exchange waits for episodes
+        self.failed: list[Learner] = []  # in the last iteration
         self.best_objective = -np.inf  # of best.pth
         self.defaults = {name: getattr(args, name) for name in TUNED} | shaping_of(args)
         settings = settings_of(args)
@@ -2298,18 +2299,20 @@ def iterate_all(population: Population, blocks: list[slice], threads: dict, fold
     """Runs an iteration of every policy, in parallel on different devices and in turn on the same device, which has one
     thread. Waits until no thread is learning, then returns the metrics of each policy, or raises the error of one. In
     population-based training, however, a policy whose update is not finite is replaced by the best of the others and
-    takes its metrics."""
+    takes its metrics. If it fails again in the next iteration, its environments are to blame, and the error is raised."""
     learners = population.learners
     futures = [threads[learner.device].submit(learner.iterate, blocks) for learner in learners]
     concurrent.futures.wait(futures)
     errors = [future.exception() for future in futures]
-    healthy = [learner for learner in learners if not isinstance(errors[learner.number], FloatingPointError)]
-    for learner in learners:
-        if population.args.with_pbt and healthy and learner not in healthy:
+    failed = [learner for learner in learners if isinstance(errors[learner.number], FloatingPointError)]
+    healthy = [learner for learner in learners if learner not in failed]
+    for learner in failed:
+        if population.args.with_pbt and healthy and learner not in population.failed:
             best = max(healthy, key=population.objective)
             population.replace(learner, best)
             futures[learner.number] = futures[best.number]
             log(folder, f"policy {learner.number} is replaced by policy {best.number}: {errors[learner.number]}")
+    population.failed = failed
     return [future.result() for future in futures]
 
 

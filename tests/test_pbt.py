@@ -504,6 +504,25 @@ def test_a_policy_that_diverges_is_replaced_by_the_best_of_the_others(population
         assert np.isfinite(list(metrics[1].values())).all() and (tmp_path / "log.txt").read_text() == log
 
 
+def test_a_policy_that_fails_twice_in_a_row_ends_the_run(population_of, tmp_path):
+    """As in an environment that always gives observations that are not finite: replacing it forever would hide that."""
+    population = population_of([3.0, 9.0])
+    threads = threads_of(population)
+    for learner in population.learners:
+        for field in (learner.inference.rollouts.rewards, learner.inference.rollouts.logprobs, learner.inference.rollouts.values):
+            field[:] = 0.0
+
+    def iterate(reward: float):
+        population.learners[1].inference.rollouts.rewards[:] = reward
+        appo.iterate_all(population, [slice(0, 1)], threads, tmp_path)
+
+    for reward in (np.nan, 0.0, np.nan):
+        iterate(reward)
+    assert (tmp_path / "log.txt").read_text().count("policy 1 is replaced by policy 0: ") == 2
+    with pytest.raises(FloatingPointError, match="check observations and rewards"):
+        iterate(np.nan)
+
+
 @pytest.mark.parametrize("with_pbt, spoiled", [(False, [1]), (True, [0, 1])])
 def test_a_policy_that_diverges_ends_the_run_if_none_can_take_its_place(population_of, tmp_path, with_pbt, spoiled):
     population = population_of([3.0, 9.0], with_pbt=with_pbt)
