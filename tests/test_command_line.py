@@ -82,8 +82,7 @@ def train_and_resume(run, main, folder: Path, name: str, game: str, *flags: str)
 
 
 @pytest.mark.parametrize("name, game, flags", [("appo_gym", "CartPole-v1", ("--num-envs", "8")),
-                                               ("appo_doom", "basic", ("--num-envs-per-worker", "4", "--precision", "float32")),
-                                               ("appo_atari", "Breakout-v5", ("--num-envs-per-worker", "4", "--precision", "float32"))])  # fmt: skip
+                                               ("appo_doom", "basic", ("--num-envs-per-worker", "4", "--precision", "float32"))])  # fmt: skip
 def test_train_and_resume(run, main, tmp_path, name, game, flags):
     folder = tmp_path / "e"
     script, appo, texts, found, checkpoints = train_and_resume(run, main, tmp_path, name, game, *flags)

@@ -75,7 +75,7 @@ def test_the_pipeline_alone(sampler, tmp_path):
     r = sampler("--family", "atari", "--null", *SHORT, "--out", "out.json")
     assert r.wait() == 0, r.text()
     (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert found["rows_per_second"] > 300 and 2 <= found["rows_per_batch"] <= 4
+    assert found["rows_per_second"] > 100 and 2 <= found["rows_per_batch"] <= 4
     assert found["microseconds_per_group"] == pytest.approx(2e6 / found["rows_per_second"], rel=0.05)
 
 

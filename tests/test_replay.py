@@ -388,7 +388,7 @@ def test_as_a_user_runs_it(run, tmp_path):
     script = edited(tmp_path, "appo_replay", REPORTS, source=SCRIPT)
     flags = ("--env-id", "Pong-v5", "--num-workers", "2", "--num-envs-per-worker", "4", "--rollout", "8", "--batch-size", "64", "--hidden-size", "32",
              "--device", "cpu", "--replay", "elite", "--replay-rollouts", "40", "--experiment", "e")  # fmt: skip
-    for steps in ("3000", "6000"):
+    for steps in ("1500", "3000"):
         r = run(*flags, "--total-timesteps", steps, script=script)
         assert r.wait(90) == 0, r.text()
     found = scalars(tmp_path / "e")

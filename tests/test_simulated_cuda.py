@@ -144,8 +144,8 @@ def assert_costs(variant: str, costs: dict) -> None:
     assert costs["act: synchronisations"] == 1 and costs["update: launches"] > 100, "they are counted"
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("variant", (*VARIANTS, *MORE, SEVERAL))
+@pytest.mark.parametrize("variant, graphs", [*((variant, False) for variant in (*VARIANTS, *MORE, SEVERAL)),
+                                             *((variant, True) for variant in (GYM, DOOM, SEVERAL))])  # fmt: skip
 def test_order(play, variant, graphs):
     answer = play(ROOT / variant, "order", False, graphs)
     assert (answer["error"], answer["reports"]) == ("", [])
@@ -186,18 +186,17 @@ def {0}(*arguments):
 """
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:2])
 @pytest.mark.parametrize("edit", [
     replacing(STRAY.format("sample_actions", "result.sum().item()")),
     replacing(STRAY.format("appo_loss", "result[0].isnan().any().item()")),
     replacing(STRAY.format("appo_loss", "[result[0] + 1 for _ in range(100)]")),
 ])  # fmt: skip
-def test_what_costs_more_is_found(play, tmp_path, variant, edit):
+def test_what_costs_more_is_found(play, tmp_path, edit):
     """A host that waits once more, while it acts or learns; a hundred more kernels."""
-    answer = play(edited(tmp_path, "appo_stray", edit, source=ROOT / variant), "order", False, False)
+    answer = play(edited(tmp_path, "appo_stray", edit, source=ROOT / GYM), "order", False, False)
     assert (answer["error"], answer["reports"]) == ("", [])
     with pytest.raises(AssertionError):
-        assert_costs(variant, answer["costs"])
+        assert_costs(GYM, answer["costs"])
 
 
 @pytest.mark.parametrize("variant", VARIANTS[:2])
@@ -216,8 +215,7 @@ NETWORKS = [(GYM, "gru", 3, (3, 2)), (GYM, "none", 3, (4,)), (DOOM, "gru", 0, (9
             (VARIANTS[2], "gru", 3, (3, 2)), (MORE[0], "gru", 3, ()), (MORE[1], "gru", 3, (3, 2))]  # fmt: skip
 
 
-@pytest.mark.parametrize("variant, rnn, vector, heads, graphs",
-                         [(*network, graphs) for network in NETWORKS for graphs in (False, True)])  # fmt: skip
+@pytest.mark.parametrize("variant, rnn, vector, heads, graphs", [*((*NETWORKS[i], False) for i in (0, 3)), *((*network, True) for network in NETWORKS)])
 def test_agreement(play, variant, rnn, vector, heads, graphs):
     answer = play(ROOT / variant, "agreement", rnn, vector, heads, graphs)
     assert (answer["error"], answer["reports"]) == ("", [])
@@ -286,8 +284,9 @@ UNRECORDABLE = {
 ONLY_DOOM = ("lags of the host's", "the core asks where episodes begin")
 
 
-@pytest.mark.parametrize("variant, mutant", [(variant, mutant) for mutant in UNRECORDABLE for variant in PLAYED if variant == DOOM or mutant not in ONLY_DOOM])
-def test_what_cannot_be_recorded_is_found(play, tmp_path, mutant, variant):
+@pytest.mark.parametrize("mutant", UNRECORDABLE)
+def test_what_cannot_be_recorded_is_found(play, tmp_path, mutant):
+    variant = DOOM if mutant in ONLY_DOOM else GYM
     scenario, signs, edits = UNRECORDABLE[mutant]
     mutated = edited(tmp_path, "appo_mutant", *edits(variant), source=ROOT / variant)
     for _ in range(3):

@@ -19,9 +19,7 @@ RUNS = {
     "appo_gym": ["--num-envs", "4"],
     "appo_mujoco": ["--num-envs", "4", "--env-id", "Ant-v5"],
     "appo_doom": GAMES,
-    "appo_doom_multigpu": GAMES,
     "appo_atari": [*GAMES, "--env-id", "ALE/Pong-v5"],
-    "appo_atari_replay": GAMES,
     "appo_dmlab": [*GAMES, "--env-id", "rooms_watermaze", "--encoder", "convnet"],
     "appo_pbt_doom": [*GAMES, "--env-id", "duel"],
 }
