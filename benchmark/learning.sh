@@ -277,13 +277,15 @@ mujoco_long() {  # three million steps of Ant, two seeds: 20 minutes
 
 # The zoo's settings are for version 3. Needs SB3_PYTHON, installed for MuJoCo.
 mujoco_zoo() {  # three MuJoCo tasks with the tuned settings of Stable-Baselines3's zoo, two seeds of a million steps: 2.5 hours
-    local task command=(env OMP_NUM_THREADS=1 "${SB3_PYTHON:-python}" benchmark/peers/stable_baselines3_ppo.py) peers=()
+    local task command="${SB3_PYTHON:-python} benchmark/peers/stable_baselines3_ppo.py" peers=()
+    export OMP_NUM_THREADS=1   # two runs at a time
     for task in Walker2d-v5 HalfCheetah-v5 Hopper-v5; do
-        peers+=("$task: ${command[*]} $task {seed} --folder {folder} --play 20")
+        peers+=("$task: $command $task {seed} --folder {folder} --play 20")
     done
     flags=()   # they are for runs of ours
     table "${SEEDS:-1 2}" mujoco_zoo.csv --parallel 2 --peers "${peers[@]}"
-    run bash -c 'cd "$0" && grep played *-v5_*.txt > "$1"' "$out" "$results/mujoco_zoo_played.txt"
+    [ -n "${DRY_RUN:-}" ] || (cd "$out" && grep played ./*-v5_*.txt) > "$out/mujoco_zoo_played.txt"
+    run cp "$out/mujoco_zoo_played.txt" "$results"
 }
 
 # Needs CLEANRL and CLEANRL_PYTHON, installed for MuJoCo.
