@@ -2302,8 +2302,7 @@ def iterate_all(population: Population, blocks: list[slice], threads: dict, fold
     takes its metrics. If it fails again in the next iteration, its environments are to blame, and the error is raised."""
     learners = population.learners
     futures = [threads[learner.device].submit(learner.iterate, blocks) for learner in learners]
-    concurrent.futures.wait(futures)
-    errors = [future.exception() for future in futures]
+    errors = [future.exception() for future in futures]  # waits for all
     failed = [learner for learner in learners if isinstance(errors[learner.number], FloatingPointError)]
     healthy = [learner for learner in learners if learner not in failed]
     for learner in failed:

@@ -415,7 +415,7 @@ def order(appo, until_report: bool, graphs: bool, rollout: int = ROLLOUT) -> dic
 
     appo.Rollouts, collects.collect, appo.Reporter.close = Rollouts, collect_until_report, close_when_quiet
     if hasattr(appo, "PolicyInference"):  # those of one device learn in turn, here in this thread
-        appo.concurrent = SimpleNamespace(futures=SimpleNamespace(ThreadPoolExecutor=Now, wait=lambda futures: None))
+        appo.concurrent = SimpleNamespace(futures=SimpleNamespace(ThreadPoolExecutor=Now))
     appo.Inference.__init__ = divided
     appo.spaces_of = lambda args: make_spaces(appo, 3, (3, 2))
     appo.handle_signals = lambda inference: None
