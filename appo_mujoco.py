@@ -19,8 +19,8 @@ pipeline in one file.
     python appo_mujoco.py --env-id my_module:MyRobot-v0    # your own, registered when my_module is imported
     python evaluate.py train_dir/NAME    # plays the trained policy
 
-On 2 cores without a GPU, two runs at a time, a million steps of HalfCheetah-v5 took 1.2 to 1.6 minutes (Intel Xeon), of
-Walker2d-v5 4.4 to 4.7 and of Hopper-v5 3.4 to 4.1 (AMD Zen 3). The final policies of five seeds had these median
+With --total-timesteps 1e6, on 2 cores without a GPU, two runs at a time, HalfCheetah-v5 took 1.2 to 1.6 minutes (Intel
+Xeon), Walker2d-v5 4.4 to 4.7 and Hopper-v5 3.4 to 4.1 (AMD Zen 3). The final policies of five seeds had these median
 returns without noise: 7,134, 3,782 and 2,968 (2026-11-30, benchmark/results/mujoco_played.txt).
 
 This file is an edit of appo_gym.py. What differs:
@@ -31,7 +31,7 @@ This file is an edit of appo_gym.py. What differs:
   environment, `to_bounds` maps [-1, 1] to the bounds of each dimension that has two, and clips.
 - Each worker is pinned to one core if there are at least as many workers as cores (`run_actor`).
 - The network has two towers of `hidden_size`, and an optional GRU across both.
-- The noise of the actions starts larger where agents fall soon (`Learner.iterate`).
+- The action noise starts larger if many of the first steps terminate an episode (`Learner.iterate`).
 - `Args` has other defaults: 64 environments, a longer horizon (`gamma`, `vtrace_lambda`, `rollout`), a decaying
   learning rate, no entropy bonus, a smaller gradient norm, wider clips of ratio and value, half as many optimizer steps
   per sample, and three times the steps.
