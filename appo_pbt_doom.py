@@ -2299,7 +2299,7 @@ def iterate_all(population: Population, blocks: list[slice], threads: dict, fold
     """Runs an iteration of every policy, in parallel on different devices and in turn on the same device, which has one
     thread. Waits until no thread is learning, then returns the metrics of each policy, or raises the error of one. In
     population-based training, however, a policy whose update is not finite is replaced by the best of the others and
-    takes its metrics. If it fails again in the next iteration, its environments are to blame, and the error is raised."""
+    takes its metrics. If it fails again in the next iteration, the weights are not the cause: the error is raised."""
     learners = population.learners
     futures = [threads[learner.device].submit(learner.iterate, blocks) for learner in learners]
     errors = [future.exception() for future in futures]  # waits for all

@@ -12,7 +12,7 @@
 * An axis of --grid is a flag and its values, or flags to choose one from ("sync,no-sync"). Every setting is combined with every value of
   each axis.
 * A peer is "NAME: COMMAND": any program whose runs collect.py can read (not a population, which has several curves). {seed} and {folder} in
-  the command are filled in. Without a command of ours after --, only the peers are trained.
+  the command are filled in. With peers alone, no command is needed after --.
 
 The first seed is trained with all combinations, then with all peers; then the next seed follows. At most --parallel runs go at once, each
 on its own share of the cores and with its own GPU (by CUDA_VISIBLE_DEVICES); if there are fewer GPUs than runs, the runs share them. A run
@@ -326,7 +326,7 @@ def main() -> int:
     options, command = tyro.cli(Options, args=sys.argv[1:split]), sys.argv[split + 1 :]
     out, failed = options.out or options.folder / "curves.csv", 0
     if not options.report:
-        if not command and not options.peers:
+        if not command and (not options.peers or options.grid or options.settings != [""]):
             refuse("no command to run: put it after --")
         if options.parallel < 1:
             refuse(f"--parallel {options.parallel} is out of range: at least 1")

@@ -113,8 +113,14 @@ echo "sf $1 $2" >> order
     assert order == ["ours --x=0", "sf a word 1", "ours --x=0", "sf a word 2"]
     curves = seeds.read_curves(options.out)
     assert {seed: points.tolist() for seed, points in curves["sf"].items()} == {1: [[10, 1000, 150]], 2: [[10, 1000, 250]]}
-    options.settings = []
+    options.settings = [""]  # the default: without a command of ours there is nothing to set
     assert seeds.train([], options, options.out) == 0 and len(Path("order").read_text().splitlines()) == 4
+
+
+def test_settings_without_a_command_are_refused(tmp_path):
+    for flags in (["--settings", "x=0"], ["--grid", "sync,no-sync"]):
+        done = python(ROOT / "benchmark" / "seeds.py", "--folder", tmp_path / "runs", "--peers", "x: true", *flags, folder=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "error: no command to run: put it after --\n") and not (tmp_path / "runs").exists()
 
 
 def test_a_run_without_a_curve_does_not_end_the_others(tmp_path, monkeypatch):
