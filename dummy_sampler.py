@@ -328,15 +328,16 @@ def pipeline(options: Options, appo, args, null: bool) -> dict:
     try:
         with tempfile.TemporaryDirectory() as folder:
             with appo.running(inference, Path(folder)):
-                while not inference.counts["rows"]:
+                while not received[0]:
                     time.sleep(0.1)
                     check()
                 time.sleep(options.warm_up)
-                before = [inference.counts["rows"], inference.counts["forwards"], *received]
+                before = inference.counts["rows"], inference.counts["forwards"]
                 text = f"{args.num_workers} workers"
                 found = rates(lambda: inference.counts["rows"], options.windows, options.window, text, check)
-                now = [inference.counts["rows"], inference.counts["forwards"], *received]
-                rows, forwards, steps, valid = np.subtract(now, before)
+                now = inference.counts["rows"], inference.counts["forwards"]
+                rows, forwards = np.subtract(now, before)
+                steps, valid = received  # since the start: a short window may see no full block
                 inference.full.put(None)
                 thread.join()
     finally:

@@ -79,6 +79,17 @@ def test_the_pipeline_alone(sampler, tmp_path):
     assert found["microseconds_per_group"] == pytest.approx(2e6 / found["rows_per_second"], rel=0.05)
 
 
+def test_a_window_in_which_no_rollout_ends():
+    """As where a game makes a few steps per second: what share of the steps is valid is known from before the window."""
+    options = dummy_sampler.Options(
+        family="atari", null=True, num_workers=1, num_envs_per_worker=2, warm_up=0.01, window=0.05, windows=1, set_workers_cpu_affinity=False
+    )
+    appo, args = dummy_sampler.variant(options)
+    args.rollout = 2000
+    found = dummy_sampler.pipeline(options, appo, args, null=True)
+    assert found["frames_per_second"] == pytest.approx(args.frameskip * found["rows_per_second"], abs=args.frameskip)
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_the_pipeline_alone_is_pinned_or_not(pinned):
     options = dummy_sampler.Options(family="doom", null=True, set_workers_cpu_affinity=pinned)
