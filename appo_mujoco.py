@@ -189,7 +189,7 @@ class Args:
     rnn_type: Literal["gru", "none"] = "none"  # type of the recurrent core
     hidden_size: int = 64  # units in each of the two layers of a tower; the recurrent core has twice as many
     initial_stddev: float | None = None
-    """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to 0.85 before
+    """initial standard deviation of each action dimension; 1 is half of its range. Default: 0.5, raised to 1 before
     the first update if more than one step in 100 has terminated an episode"""
 
     def __post_init__(self):
@@ -1061,13 +1061,12 @@ class Learner:
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots]
-        # Where agents fall within tens of steps, much noise costs little; in a long episode it may ruin the rest. Both
-        # numbers: benchmark/HISTORY.md, MuJoCo
+        # Where agents fall within tens of steps, much noise costs little; in a long episode it may ruin the rest
         if args.initial_stddev is None and self.inference.version == 0:
             terminated = torch.from_numpy(rollouts.terminated[:, slots])
             if masked_mean(terminated, torch.from_numpy(valid)) > 1 / 100:
                 with self.inference.lock:
-                    nn.init.constant_(self.agent.log_std, np.log(0.85))
+                    nn.init.zeros_(self.agent.log_std)
                     wait_for(self.device)
         lags = (self.inference.version - rollouts.versions[:, slots])[valid]
         learning_rate = args.learning_rate
