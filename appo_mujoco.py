@@ -1061,7 +1061,8 @@ class Learner:
         rollouts = self.inference.rollouts
         slots = np.r_[*blocks]
         valid = ~rollouts.first[1:, slots]
-        # Where agents fall within tens of steps, much noise costs little; in a long episode it may ruin the rest
+        # Where agents fall within tens of steps, much noise costs little; in a long episode it may ruin the rest. Both
+        # numbers: benchmark/HISTORY.md, MuJoCo
         if args.initial_stddev is None and self.inference.version == 0:
             terminated = torch.from_numpy(rollouts.terminated[:, slots])
             if masked_mean(terminated, torch.from_numpy(valid)) > 1 / 100:
