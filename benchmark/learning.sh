@@ -266,9 +266,9 @@ mujoco() {  # eight MuJoCo tasks, five seeds of a million steps (Pendulum: 100 t
     run cp "$out/mujoco_played.txt" "$results"
 }
 
-mujoco_long() {  # three million steps of Ant, two seeds: 20 minutes
+mujoco_long() {  # three million steps of Ant, five seeds: 55 minutes
     local folder
-    table "${SEEDS:-11 12}" mujoco_long.csv --parallel 2 --grid env-id=Ant-v4 --settings "" -- python appo_mujoco.py --total-timesteps 3000000
+    table "${SEEDS:-11 12 13 14 15}" mujoco_long.csv --parallel 2 --grid env-id=Ant-v4 --settings "" -- python appo_mujoco.py --total-timesteps 3000000
     for folder in "$out"/env-id_*_[0-9]*/; do
         run play "$folder" "$out/mujoco_long_played.txt"
     done
