@@ -144,6 +144,9 @@ def spawn(usual, path: str, args: list[str], files: list[int]) -> int:
                 signal.signal(number, signal.SIG_DFL)
         for own in (multiprocessing.forkserver._forkserver, multiprocessing.resource_tracker._resource_tracker):
             own.__init__()
+        for name, module in [*sys.modules.items()]:  # ours, which main may have changed, are imported anew
+            if not (getattr(module, "__file__", None) or sys.prefix).startswith((sys.prefix, sys.base_prefix)):
+                del sys.modules[name]
         sys.modules["__main__"] = types.ModuleType("__main__")
         exec(args[-1], {})
     except SystemExit:
