@@ -134,7 +134,7 @@ def learning_table() -> str:
         if max(map(len, seeds.values())) > 1:  # all of the curve
             length = max(points[-1, 1] for points in seeds.values())
             ends = [points[-1, 2] for points in seeds.values() if points[-1, 1] > 0.9 * length]  # not of a run that was stopped
-            end_of = [f"{end / 1000:.0f}k" if goal > 1e5 else f"{end:,.{0 if goal > 100 else 1}f}" for end in sorted({min(ends), max(ends)})]
+            end_of = [f"{end / 1000:.0f}k" if goal > 1e5 else f"{end:,.{0 if abs(goal) > 100 else 1}f}" for end in sorted({min(ends), max(ends)})]
             span = " to ".join(end_of) + f" ({length / 1e6:.2g}M)"
         peer = [f"{name}: {'; '.join(when(reached(lines, goal)))}" for name, lines in peer_curves(goal, *peers[:1]).items()] or [""]
         rows.append([f"`{flags}`", f"{goal:,}", *(when(reached(seeds, goal)) + ["-"])[:2], span, *peer])
@@ -242,14 +242,14 @@ def curves(out: Path, title: str, columns: int, panels: list[tuple], height: flo
 
 
 def over_both(games: dict[str, dict[str, Seeds]], x: str) -> list[tuple]:
-    """A panel of each game over x and, in the row below, over minutes."""
+    """A panel of each game over x, and below them one of each over minutes."""
     return [(game, axis, lines) for axis in (x, "minutes") for game, lines in games.items()]
 
 
 def learning_figure(out: Path, files: tuple[str, ...]) -> None:
     games = {flags.split()[2]: {"ours": read_curves(file)[setting], **peer_curves(goal, *peers)}
              for flags, goal, file, setting, *peers in ROWS["learning"] if flags.startswith(files)}  # fmt: skip
-    curves(out, "thin: seeds, thick: their mean", len(games), over_both(games, "million steps"))
+    curves(out, "thin: seeds, thick: their mean", 4 if len(games) > 5 else len(games), over_both(games, "million steps"))
 
 
 def long_battle_figure(out: Path) -> None:

@@ -10,16 +10,12 @@ import ctypes
 import functools
 import gc
 import json
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
-import multiprocessing.util
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-import traceback
 import types
 from pathlib import Path
 
@@ -122,38 +118,9 @@ def become(argv: list[str], output: str, folder: str, environment: dict[str, str
     os.dup2(file, 2)
     os.closerange(3, 1000)
     sys.argv, sys.path[:1] = argv, [os.path.dirname(argv[0]), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    multiprocessing.util.spawnv_passfds = functools.partial(spawn, multiprocessing.util.spawnv_passfds)
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     main.__file__ = argv[0]
     exec(compile(Path(argv[0]).read_text(), argv[0], "exec"), vars(main))
-
-
-def spawn(usual, path: str, args: list[str], files: list[int]) -> int:
-    """In the place of multiprocessing.util.spawnv_passfds: the fork server that main starts is forked, too, and made what a new one would be."""
-    if "forkserver" not in args[-1]:
-        return usual(path, args, files)
-    if pid := os.fork():
-        return pid
-    try:
-        for file in map(int, os.listdir("/proc/self/fd")):
-            if file > 2 and file not in files:
-                with contextlib.suppress(OSError):  # of the folder itself
-                    os.close(file)
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        for own in (multiprocessing.forkserver._forkserver, multiprocessing.resource_tracker._resource_tracker):
-            own.__init__()
-        for name, module in [*sys.modules.items()]:  # ours, which main may have changed, are imported anew
-            if not (getattr(module, "__file__", None) or sys.prefix).startswith((sys.prefix, sys.base_prefix)):
-                del sys.modules[name]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(args[-1], {})
-    except SystemExit:
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)
 
 
 if __name__ == "__main__":

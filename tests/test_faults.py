@@ -287,7 +287,7 @@ def test_ctrl_c_while_main_imports(run):
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_ctrl_c_while_actors_import(start, seconds):
     """The fork server and what it starts are in the terminal's foreground group until an actor has made its own."""
-    r = start(script=ROOT / "appo_gym.py", launcher=("-u",))
+    r = start(script=ROOT / "appo_gym.py")
     r.wait_for(lambda: len(marked(r.mark)) > 1, what="the first process beside main")
     r.wait_for(lambda: "libtorch" in "".join(Path(f"/proc/{pid}/maps").read_text() for pid in marked(r.mark) - {r.process.pid}), what="imports")
     time.sleep(seconds)

@@ -372,8 +372,7 @@ def test_an_environments_products_have_one_core(run, tmp_path):
     product = "float(np.ones((500, 500)).dot(np.ones((500, 500))).any() and len(os.listdir('/proc/self/task')))"
     (tmp_path / "my_module.py").write_text(counting.replace(old, product))
     script = edited(tmp_path, "appo_gym", REPORTS, source=ROOT / "appo_gym.py")
-    r = run(*SMALL, "--env-id", "my_module:Mine-v0", "--total-timesteps", "200", script=script, launcher=("-u",),
-            env=dict(OMP_NUM_THREADS="2"))  # fmt: skip
+    r = run(*SMALL, "--env-id", "my_module:Mine-v0", "--total-timesteps", "200", script=script, env=dict(OMP_NUM_THREADS="2"))
     assert r.wait(60) == 0 and re.search(r"return 5\.00, ", r.text()), r.text()  # of five steps
 
 
